@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
 
         value: Any = version("memopt")
     elif name in _HOMES:
-        state = random.getstate()  # rich draws a number while it is imported
+        state = random.getstate()  # rich draws a random number while it is imported
         value = getattr(import_module(_HOMES[name]), name)
         random.setstate(state)
     elif name in _ROOMS:

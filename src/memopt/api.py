@@ -49,7 +49,7 @@ def patch(
 
     Args:
         model: any torch module; a Hugging Face model needs nothing else.
-        recipe: name of a shipped recipe, a YAML file, or a Recipe, that folds nothing (``norms.fold: none``).
+        recipe: name of a shipped recipe, a YAML file, or a Recipe; it must fold nothing (``norms.fold: none``).
         inputs: keyword arguments for one forward on the CPU, or a file that holds them (`torch.save` or safetensors),
             for a model whose inputs memopt cannot guess.
         budget: memory of the device (``"24GiB"``, the name of a card, or a number of bytes). `recipe` becomes the
@@ -79,10 +79,10 @@ def patch(
 
 
 def memory_recipe(recipe: str | Path | Recipe) -> Recipe:
-    """`recipe`, for a model in memory.
+    """Load `recipe` for a model in memory, where nothing can be folded.
 
     Raises:
-        RecipeError: it is unknown, or folds weights.
+        RecipeError: the recipe is unknown, or folds weights.
     """
     rules = load_recipe(recipe)
     if rules.folds:
@@ -101,7 +101,7 @@ def unpatch(model: M) -> M:
 
 
 def summary(model: nn.Module) -> Summary:
-    """What was patched in `model`, by which recipe, and what could not be patched; `print` shows a few lines.
+    """Summary of the patches in `model`: the recipe, the action on each site, and refused rewrites; can be printed.
 
     A wrapper or copy of a patched model has the same summary.
     """
@@ -125,9 +125,9 @@ def plan_for(
     inputs: Mapping[str, Any] | str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """What `recipe` would do to a model in memory, a local folder or a hub id; changes nothing.
+    """The plan of `recipe` for a model in memory, a local folder or a hub id; changes nothing.
 
-    `inputs` are those of `patch`.
+    `inputs` has the same meaning as in `patch`.
     """
     from memopt.walk.calls.batch import given_batch
     from memopt.walk.models.config import load_config
@@ -156,12 +156,12 @@ def load(
         directory: the folder.
         model_class: class with `from_pretrained`, e.g. AutoModelForSequenceClassification; by default the class that
             the checkpoint names.
-        inputs: as in `patch`; by default inputs of the form in memopt.json, else guessed ones.
+        inputs: as in `patch`; by default inputs of the shapes in memopt.json, or else guessed inputs.
         overrides: keys of the folder's recipe to change, as ``key=value``, except those of folding.
-        verify: first compare the SHA-256 of every file with memopt.json, which reads the weights once more. Names and
-            shapes of the tensors and the list of folds are always compared.
+        verify: first compare the SHA-256 of every file with memopt.json, which reads the weights once more. Without it,
+            safetensors files are checked by the list of folds and, unless `model_class` is given, names and shapes.
         **kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...). With
-            ``distributed_config`` (FSDP2, tensor parallel) each rank reads its shards alone.
+            ``distributed_config`` (FSDP2, tensor parallel) each rank reads only its own shards.
 
     Raises:
         ModelError: the folder does not exist, `memopt patch` did not write it, or its files do not fit together.
@@ -194,7 +194,7 @@ def load(
 
     def patched(model: nn.Module) -> None:
         names = {name: norm for name, _ in model.named_modules() if (norm := _same_norm(name, folded))}
-        with generators_kept():  # as `from_pretrained` left them: it draws the weights of a new head
+        with generators_kept():  # keep their state after `from_pretrained`, which draws a new head's weights
             sites = _walk(model, remembered if batch is None else batch)
             if batch is None and not sites.ran:  # a model with another head may not take that batch
                 sites = _walk(model, None)
@@ -214,7 +214,7 @@ def load(
 def _check_values(model: nn.Module) -> None:
     """
     Raises:
-        ModelError: most parameters are empty, and DeepSpeed does not say what they are.
+        ModelError: most parameters are empty, and have no shape recorded by DeepSpeed.
     """
     empty = [name for name, parameter in model.named_parameters() if 0 in shape_of(parameter)]
     if 2 * len(empty) > sum(1 for _ in model.parameters()):
@@ -266,15 +266,15 @@ def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:
 
 
 def _same_norm(name: str, folded: frozenset[str]) -> str | None:
-    """The one of `folded` that is the module `name` of a loaded model."""
-    # Another head class puts the base model's prefix before the name, or takes it away.
+    """The name in `folded` of the norm that is called `name` in a loaded model; None if that is not folded."""
+    # A class with another head adds the base model's prefix to the name, or removes it.
     same = (each for each in folded if each and (name.endswith("." + each) or each.endswith("." + name)))
     return name if name in folded else next(same, None)
 
 
 def _say(model: nn.Module, plan: PlanView) -> None:
     """Log the patch, and settings of the model that concern it."""
-    if not _logger.hasHandlers():  # nobody configured logging, which then shows warnings alone
+    if not _logger.hasHandlers():  # logging is not configured, so it shows only warnings
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("memopt: %(message)s"))
         _logger.addHandler(handler)

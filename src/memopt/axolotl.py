@@ -1,4 +1,4 @@
-"""The plugin of axolotl. In its YAML:
+"""memopt's plugin for axolotl. In axolotl's YAML:
 
 plugins:
   - memopt.axolotl.Plugin
@@ -27,14 +27,14 @@ class Arguments(BaseModel):
 
 
 class Plugin(BasePlugin):  # type: ignore[misc]
-    """Patches the model when axolotl has loaded it and added its adapters, and before anything wraps it."""
+    """Patches the model after axolotl has loaded it and added adapters, and before anything wraps it."""
 
     def get_input_args(self) -> str:
-        """Where axolotl finds the keys that its YAML may have."""
+        """Dotted path of the class that declares memopt's keys in axolotl's YAML."""
         return f"{Arguments.__module__}.{Arguments.__qualname__}"
 
     def post_model_load(self, cfg: Any, model: nn.Module) -> None:
-        """Raises what `memopt.patch` does."""
+        """Patch `model`; raises the errors of `memopt.patch`."""
         own = Arguments(**{key: cfg[key] for key in Arguments.model_fields if cfg.get(key) is not None})
         patching = Patching(own.memopt_recipe, budget=own.memopt_budget)
         patching.patch_once(model, batch=cfg.get("micro_batch_size"), seq=cfg.get("sequence_len"))

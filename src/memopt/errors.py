@@ -1,4 +1,4 @@
-"""Errors that reach the user, each one plain sentence: what happened, where, and what to do next.
+"""Errors that reach the user. Each states in one plain sentence what happened, where, and what to do next.
 
 The CLI prints ``message`` and ``hint`` without a traceback and exits with ``exit_code``. Any other exception is a bug
 in memopt and keeps its traceback.
@@ -26,7 +26,7 @@ class MemoptError(Exception):
 
 
 def printable(text: str, kept: str = "") -> str:
-    """`text` in one line, what controls a terminal escaped: names may come from a stranger's file.
+    """`text` in one line with control characters of terminals escaped, since names may come from untrusted files.
 
     Args:
         kept: characters that stay as they are.
@@ -37,7 +37,7 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def _printable(text: str) -> str:
-    """`text` as :func:`printable`, of sane length; the lines of a library's message become one."""
+    """:func:`printable` of `text`, shortened if it is long; line breaks in a library's message become spaces."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return printable("".join(" " if c.isspace() else c for c in text))

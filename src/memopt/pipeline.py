@@ -40,30 +40,30 @@ _OF_FIT = {"gpu", "optimizer", "sharding", "devices"}
 
 @dataclass(frozen=True)
 class UnpatchResult:
-    """What :func:`unpatch_checkpoint` did."""
+    """The result of :func:`unpatch_checkpoint`."""
 
     folder: Path
     """The patched folder."""
     out: Path
     """The stock folder that was written."""
     unfolded: Unfolded
-    """Which norms and tensors were restored, and which could not be."""
+    """The norms and tensors that were restored, and those that could not be."""
     notes: tuple[str, ...]
     """Sentences that a user should read."""
 
 
 @dataclass(frozen=True)
 class PatchResult:
-    """What :func:`patch_checkpoint` did, or would do."""
+    """The result of :func:`patch_checkpoint`, also of a dry run."""
 
     source: CheckpointSource
     """The checkpoint that was read."""
     plan: Plan
-    """The plan as carried out: a norm is shared if its files do not allow the fold."""
+    """The plan as carried out: a norm is shared if the files do not allow its fold."""
     out: Path
-    """The folder."""
+    """The folder that was written, or would be."""
     written: WriteResult | None
-    """What was written; None for a dry run."""
+    """Details of the written folder; None for a dry run."""
     notes: tuple[str, ...]
     """Sentences that a user should read."""
     emitted: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ def patch_checkpoint(
             note(text)
 
     checkpoint = _open(str(source), revision=revision, allow_pickle=allow_pickle, weights=not dry_run)
-    if not dry_run:  # before the walk, what the writer would refuse after it
+    if not dry_run:  # the writer would refuse these only after the walk
         check_space(check_target(target, checkpoint.root, force=force), checkpoint.space_needed)
     if opened is not None:
         opened(checkpoint)
@@ -166,7 +166,7 @@ def patch_checkpoint(
 
 @generators_kept()
 def bytes_saved(result: PatchResult) -> Comparison | None:
-    """What a training step of the model saves for backward, stock and patched; None if the config does not show it."""
+    """Bytes that a training step saves for backward, stock and patched; None if the config is not enough."""
     try:
         return compare_bytes(result.source.model, load_config(result.source.root), result.plan)
     except MemoptError:
@@ -193,16 +193,16 @@ def report(
     note: Note | None = None,
     **of_fit: Any,
 ) -> Comparison:
-    """Which bytes a training step of `model` saves for backward, before and after patching; `print` shows the tables.
+    """The bytes that a training step of `model` saves for backward, before and after patching; `print` shows tables.
 
     Computed from the config alone. Only if the recipe samples and the weights are in a local folder, one training step
     on the CPU measures the noise of the gradients.
 
     Args:
         model: a local folder, a hub id, or a folder that `memopt patch` wrote.
-        recipe: by default the patched folder's own, else ``exact-unfolded``.
-        batch: rows in a batch, else 1; `inputs` replace it.
-        seq: tokens in a row, else what the config allows up to 2048; `inputs` replace it.
+        recipe: by default the patched folder's own recipe, or else ``exact-unfolded``.
+        batch: rows in a batch, by default 1; `inputs` override it.
+        seq: tokens in a row, by default the config's limit, at most 2048; `inputs` override it.
         precision: dtype of the weights; ``mixed`` is fp32 weights under autocast.
         train: everything, LoRA adapters on frozen weights, or the same on weights in bitsandbytes' 4 bits (``qlora``).
         lora_rank: rank of the adapters.
@@ -220,7 +220,7 @@ def report(
         ModelError: the config cannot be found, built or traced.
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
-        UsageError: an argument is one of :func:`fit`, or of neither.
+        UsageError: an argument belongs to :func:`fit`, or is unknown.
     """
     if of_fit:
         names = ", ".join(f"{name}=..." for name in of_fit)
@@ -263,18 +263,18 @@ def fit(
     """Whether a training step of `model` fits, its peak with and without memopt, and what would change it.
 
     ``print(memopt.fit("meta-llama/Llama-3.1-8B", gpu="rtx4090", train="lora"))`` shows what ``memopt report --gpu``
-    prints. Computed from the config alone: no weights, no GPU. Arguments are those of :func:`report`, and:
+    prints. Computed from the config alone: no weights, no GPU. The arguments are those of :func:`report`, and:
 
     Args:
-        gpu: a card or its memory (``rtx4090``, ``24GiB``); without one only the peaks are predicted.
-        optimizer: whose states and transients are counted.
+        gpu: a card or its memory (``rtx4090``, ``24GiB``); without it, only the peaks are predicted.
+        optimizer: the optimizer whose states and temporary tensors are counted.
         release_gradients: whether the optimizer steps in backward, as with :func:`memopt.release_gradients`.
         sharding: how `devices` share weights, gradients and states: ``ddp``, ``fsdp``, ``zero1`` to ``zero3``.
         devices: number of devices.
-        longest: look for the longest sequence of each way to train, in minutes, and not the largest batch.
+        longest: search the longest sequence of each way to train instead of the largest batch; takes minutes.
 
     Raises:
-        UsageError: no card is named so, or the options do not go together.
+        UsageError: the card is unknown, or the options do not go together.
         ModelError: the config cannot be found, built or traced.
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
@@ -299,8 +299,8 @@ def unpatch_checkpoint(
     norms, with one rounding an element.
 
     Args:
-        folder: a folder that `memopt patch` wrote, or that such a model was saved to.
-        against: the model that it was made from, a folder or a hub id; by default where memopt.json says it was.
+        folder: a folder that `memopt patch` wrote, or to which a patched model was saved.
+        against: the model that `folder` was made from, a folder or hub id; by default the place in memopt.json.
         out: the folder to write; by default NAME-unpatched in the current folder.
         trust_remote_code: run the Python files that come with the model.
         allow_pickle: read ``pytorch_model*.bin`` (with ``weights_only=True``) of `against`.
@@ -308,7 +308,7 @@ def unpatch_checkpoint(
         note: called with each note of the result as soon as it is known.
 
     Raises:
-        ModelError: `folder` is not patched, or `against` is not the model that it was made from.
+        ModelError: `folder` is not patched, or was not made from `against`.
         OutputError: `out` cannot be used or written.
     """
     patched = open_source(str(patched_folder_at(folder)))

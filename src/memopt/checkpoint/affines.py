@@ -13,8 +13,8 @@ from memopt.checkpoint.sources.source import open_source
 
 @contextmanager
 def affines_read(model: nn.Module, folder: Path, norms: Mapping[str, str]) -> Iterator[list[str]]:
-    """Inside, those of `norms` that are on meta have the weights and biases of the files; what is a parameter
-    afterwards is on meta again. Yields the norms that have values.
+    """Inside, norms whose parameters are on meta have the weights and biases of the files; parameters that still exist
+    afterwards are on meta again. Yields the names of the norms that have values.
 
     Args:
         norms: module name -> its name in the files.

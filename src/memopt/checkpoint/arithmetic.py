@@ -9,7 +9,7 @@ bits, so fp32 holds it exactly down to 2^-134, half of the smallest bf16 number,
 :class:`Scaler` then needs no fp64.
 
 numpy has no bf16, so stored values are arrays of their bits: unsigned integers, with the dtype's safetensors name.
-Which tensors are folded is decided in `fold`; files are read and written by `shards`.
+`fold` decides which tensors are folded; `shards` reads and writes files.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class RangeChanges:
     subnormals: int = 0
 
     def count(self, before: Bits, after: Bits, dtype: str) -> None:
-        """Add what changed from `before` to `after`."""
+        """Add the elements that left the normal range from `before` to `after`."""
         tiny, infinity = _FORMATS[dtype][2:]
         magnitude = after.dtype.type(np.iinfo(after.dtype).max >> 1)
         size = after & magnitude
@@ -207,7 +207,7 @@ def spread(values: Floats, size: int, channels: Channels, *, neutral: float) -> 
 
 
 def _to_odd(high: Floats, low: Floats) -> Floats:
-    """The pair as one fp64 number that no later rounding mistakes for a tie."""
+    """The pair rounded to odd, as one fp64 number: a later rounding then mistakes no value for a tie."""
     inexact = (low != 0) & np.isfinite(high)
     bits: npt.NDArray[np.int64] = high.view(np.int64) - (inexact & (np.signbit(low) != np.signbit(high)))
     bits[inexact] |= 1

@@ -1,15 +1,15 @@
-"""Publishing a folder in one step: it is written next to its target and renamed when it is complete.
+"""Publish a folder in one step: write it next to its target, and rename it when it is complete.
 
 An error, a full disk, a signal or a power cut before the rename leaves the target unchanged. A run works in a private
 folder beside the target, its stage:
 
     .NAME.memopt-XXXXXXXX/        mode 0700, locked as long as its run lives
         .memopt-stage             marks it as memopt's
-        new/                      what is written; after an exchange, what was replaced
-        old/                      what is to be replaced, where the system cannot exchange two folders in one step
+        new/                      the folder being written; after an exchange, the folder that was replaced
+        old/                      the folder to replace, if the system cannot exchange two folders in one step
 
-Whether its run lives is told by the lock alone: process ids are used again, and mean nothing on another host. Which
-targets may be replaced is in `target`.
+Only the lock shows whether the run of a stage is alive: process ids are reused, and mean nothing on another host.
+`target` decides which folders may be replaced.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def staged(out: Path, *, force: bool | None, note: Note) -> Iterator[Path]:
     Args:
         out: target folder; see :func:`memopt.checkpoint.target.check_target`.
         force: replace a non-empty target; None if the command has no --force.
-        note: called with a sentence where leftovers of an interrupted run were restored or removed, where something
-            could not be removed, and where an interrupt ends the block.
+        note: called with a sentence when leftovers of an interrupted run are restored or removed, when something
+            cannot be removed, and when an interrupt ends the block.
 
     Raises:
-        OutputError: the folder cannot be created, filled or renamed, or holds what memopt did not write.
+        OutputError: the folder cannot be created, filled or renamed, or holds files that memopt did not write.
     """
     stage: _Stage | None = None
     written, clean = False, True
@@ -89,7 +89,7 @@ class _Stage:
     lock: int
     """Descriptor of the folder."""
     parents: tuple[Path, ...]
-    """Folders that were made around the target, innermost first."""
+    """Parent folders of the target that were made, innermost first."""
 
     @property
     def new(self) -> Path:
@@ -114,7 +114,7 @@ class _Stage:
         return True
 
     def abandon(self) -> None:
-        """Leave the stage where it is, and let no later run take it for a leftover."""
+        """Keep the stage, and remove its mark, so that no later run takes it for a leftover."""
         (self.root / _MARK).unlink()
 
 
@@ -140,7 +140,7 @@ def _make_stage(out: Path) -> _Stage:
 
 
 def _clear_leftovers(out: Path, note: Note) -> None:
-    """Remove the stages that killed runs left beside `out`; what one of them had moved aside is moved back."""
+    """Remove stages that killed runs left beside `out`; a folder that a run had moved aside is moved back."""
     pattern = re.compile(re.escape(_prefix(out)) + r"\w{8}")
     found = sorted(out.parent.iterdir()) if out.parent.is_dir() else []
     for root in (path for path in found if pattern.fullmatch(path.name)):
@@ -166,10 +166,10 @@ def _prefix(out: Path) -> str:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[int | None]:
-    """A locked descriptor of a folder; None if it is none, is gone, or another run has locked it."""
+    """A locked descriptor of a folder; None if `root` is no folder, is gone, or is locked by another run."""
     try:
         lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # no folder: a link, a pipe
+    except OSError:  # not a folder, but a link or a pipe
         yield None
         return
     try:
@@ -184,7 +184,7 @@ def _locked(root: Path) -> Iterator[int | None]:
 
 
 def _is_stage(root: Path) -> bool:
-    """Whether memopt made the folder; one that is empty may be removed in any case."""
+    """Whether memopt made the folder, or it is empty and may be removed in any case."""
     entries = {entry.name: entry for entry in os.scandir(root)}
     if not entries:
         return True
@@ -195,7 +195,7 @@ def _is_stage(root: Path) -> bool:
 
 
 def _remove(root: Path) -> None:
-    """Remove a stage, its mark last: what a kill leaves of it is still recognised."""
+    """Remove a stage, its mark last, so that a stage whose removal is interrupted is still recognised."""
     for name in (_NEW, _OLD):
         if (root / name).exists():
             shutil.rmtree(root / name)
@@ -209,7 +209,7 @@ def _publish(stage: _Stage, out: Path, files: Files | None, note: Note) -> None:
         raise OutputError(
             f"'{out}' was changed while its replacement was written.", "Check it and run the command again."
         )
-    if out.is_dir():  # a folder that was private is private again
+    if out.is_dir():  # keep the permissions of a private folder
         restrict(stage.new, out)
     if files is None:
         os.rename(stage.new, out)  # also replaces an empty folder
@@ -266,7 +266,7 @@ def _terminable() -> Iterator[None]:
     """Raise SystemExit on SIGTERM and SIGHUP, so that cleanup runs; Ctrl-C raises already."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)  # what a shell reports for it
+        raise SystemExit(128 + number)  # the exit status that a shell reports for the signal
 
     ours = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():

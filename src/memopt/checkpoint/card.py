@@ -1,7 +1,7 @@
-"""The model card of a patched folder: the source's README.md, and in it what `memopt patch` did.
+"""The model card of a patched folder: the source's README.md, with a section on what `memopt patch` did.
 
 Lines are inserted and none is changed: a section at the end between two HTML comments, and in the YAML head lines that
-end with ``# memopt``. Removing both gives the source's bytes, which is proved before a card is written.
+end with ``# memopt``. Removing both gives the source's bytes, which is checked before a card is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memopt.checkpoint.manifest import Manifest
 from memopt.patches.registry import rows
 
 CARD = "README.md"
-#: Of a card that is extended, and of its YAML head, whose parser needs seconds for a megabyte.
+#: Limits for a card that is extended, and for its YAML head, whose parser needs seconds for a megabyte.
 MAX_BYTES, _MAX_HEAD = 1 << 20, 128 << 10
 _BEGIN = "\n<!-- memopt begin: written by `memopt patch`, removed by `memopt unpatch` -->\n"
 _END = "<!-- memopt end -->\n"
@@ -30,9 +30,9 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def patched_card(root: Path, manifest: Manifest) -> tuple[bytes | None, str]:
-    """(the card for the model in the folder `root`, what a user should know).
+    """(the card for the model in the folder `root`, a note for the user).
 
-    None if the source's file is kept as it is: it is no text that can be extended and restored.
+    The card is None if the source's file is kept as it is, because it is no text that can be extended and restored.
     """
     path = root / CARD
     if not path.exists():
@@ -53,7 +53,7 @@ def patched_card(root: Path, manifest: Manifest) -> tuple[bytes | None, str]:
 
 
 def source_card(card: bytes) -> bytes | None:
-    """`card` without what :func:`patched_card` added; None if nothing is left of a card that was memopt's alone."""
+    """`card` without the additions of :func:`patched_card`; None if memopt wrote all of the card."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     try:
@@ -77,10 +77,10 @@ def source_card(card: bytes) -> bytes | None:
 
 
 def _extended(text: str, manifest: Manifest) -> Iterator[str]:
-    """The card `text` with its additions; then, for a head that takes no line, with the section alone.
+    """Versions of the card `text` to try: with all additions, then without lines in the head, which may not take any.
 
     Raises:
-        ValueError: the head is no YAML that readers of cards take.
+        ValueError: the text begins with a byte order mark, or its YAML head cannot be read.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -95,14 +95,14 @@ def _extended(text: str, manifest: Manifest) -> Iterator[str]:
     data = _parse(head)
     for tag in (True, False):
         edited, expected = _edited(head, data, manifest, tag)
-        with suppress(ValueError):  # a head in braces takes no line
+        with suppress(ValueError):  # no line can be inserted into a head in braces
             if _parse(edited) == expected:
                 yield text[: found.start(2)] + edited + text[found.end(2) :] + section
     yield text + section
 
 
 def _edited(head: str, data: dict[str, Any], manifest: Manifest, tag: bool) -> tuple[str, dict[str, Any]]:
-    """(the YAML head with memopt's lines, what it has to mean); a base_model that it names is kept."""
+    """(the YAML head with memopt's lines, the mapping that it must parse to); an existing base_model is kept."""
     expected = dict(data)
     if tag and "tags" not in data:
         head, expected["tags"] = f"tags:{_MARK}\n- memopt{_MARK}\n{head}", ["memopt"]
@@ -118,7 +118,7 @@ def _parse(head: str) -> dict[str, Any]:
     if len(head) > _MAX_HEAD:
         raise ValueError(f"its YAML head is larger than {_MAX_HEAD >> 10} KiB")
     try:
-        # Values that are named and used again can expand without bounds when they are compared.
+        # YAML aliases can expand without bounds when values are compared.
         if "*" in head and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(head)):
             raise ValueError("its YAML head has aliases")
         data = yaml.safe_load(head)

@@ -1,4 +1,4 @@
-"""SHA-256 of two streams of blocks, each on a thread of its own, while their reader goes on to the next blocks."""
+"""SHA-256 of two streams of blocks, each computed on its own thread while the caller goes on to the next blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DEPTH = 3
 
 
 class Digests:
-    """Two digests and their buffers; one digest as long as both streams are the same."""
+    """Two digests and their buffers; only one digest is computed as long as both streams are equal."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self._first = hashlib.sha256()
@@ -32,14 +32,14 @@ class Digests:
             thread.shutdown()
 
     def buffers(self, count: int) -> tuple[memoryview, memoryview]:
-        """`count` bytes for each stream's next block; what they held before has been hashed."""
+        """A buffer of `count` bytes for the next block of each stream; its old content has been hashed."""
         first, second, self._pending = next(self._slots)
         while self._pending:
             self._pending.pop().result()
         return memoryview(first)[:count], memoryview(second)[:count]
 
     def update(self, first: memoryview, second: memoryview | None = None) -> None:
-        """Append a block to each stream, None if the second's is the same; they may not change until hashed."""
+        """Append a block to each stream; None: equal to `first`. Blocks must not change until they are hashed."""
         if second is not None and self._second is None:
             self._second = self._threads[0].submit(self._first.copy).result()
         self._pending.append(self._threads[0].submit(self._first.update, first))

@@ -18,7 +18,7 @@ def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digest
     """Compare the files of a patched folder, whose weights are safetensors, with its record.
 
     Args:
-        config: of the model that is loaded, whose names and shapes the tensors must have; None for another class.
+        config: config of the model to load, whose names and shapes the tensors must have; None if another class loads.
         digests: compare the SHA-256 of every file with memopt.json as well.
 
     Raises:
@@ -51,7 +51,7 @@ def _misfits(manifest: Manifest, source: CheckpointSource) -> Iterator[str]:
 
 
 def _changed(manifest: Manifest, source: CheckpointSource) -> list[str]:
-    """The files that are not those of the manifest, but for engines' files, which users complete."""
+    """The files that were changed or added since the manifest, except files for engines, which users complete."""
     found = manifest.changed_files(source.root)
     there = {*source.side_files, *source.left_out, *(shard.name for shard in source.shards)}
     changed = [f"{name} {what}" for name, what in found if name not in manifest.emitted]

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint a plan's folds touch, and how. Pure data; the arithmetic is in `arithmetic`.
+"""The tensors of a checkpoint that the folds of a plan change, and how. Pure data; `arithmetic` computes the values.
 
-A norm is folded into all its consumers or into none. A tensor stored under another name, a quantised or a shared
-weight refuses the fold, with the reason.
+A norm is folded into all its consumers or into none. A fold is refused, with the reason, if a tensor is stored under
+another name, or a weight is quantised or shared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FoldedConsumer:
     weight: str
     axis: int
     channels: tuple[int, ...] | None = None
-    """Norm channel of each coordinate along `axis`; negative where it is not this norm's."""
+    """Norm channel of each coordinate along `axis`; negative for coordinates that do not read this norm."""
     bias: str | None = None
     scale: float = 1.0
 
@@ -94,7 +94,7 @@ Operation = Fill | Scale | Shift
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """The folds that the files allow, and those that they refuse."""
+    """The folds that the files allow, and the folds that are refused."""
 
     folds: tuple[Fold, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
@@ -119,7 +119,7 @@ class FoldPlan:
         return result.without(dict(_conflicts(result.folds)))
 
     def operations(self) -> dict[str, Operation]:
-        """Tensor name -> what is done to it; every other tensor is unchanged."""
+        """Tensor name -> the operation on it; every other tensor is unchanged."""
         operations: dict[str, Operation] = {}
         for fold in self.folds:
             operations[fold.weight] = Fill(1.0 - fold.offset)
@@ -138,12 +138,12 @@ class FoldPlan:
         return operations
 
     def misfits(self, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-        """Where the folds of a manifest, which anybody may have written, cannot be carried out on `tensors`."""
+        """Reasons why the folds of a manifest, which is untrusted, cannot be carried out on `tensors`."""
         bad = [text for fold in self.folds for text in _misfits(fold, tensors)]
         yield from bad or (f"{norm}: {why}" for norm, why in _conflicts(self.folds))
 
     def without(self, reasons: Mapping[str, str]) -> FoldPlan:
-        """The plan less the norms in `reasons` and every norm that shares a tensor with one of them."""
+        """The plan without the norms in `reasons`, and without every norm that shares a tensor with one of them."""
         dropped = dict(reasons)
         changed = True
         while changed:
@@ -166,7 +166,7 @@ class FoldPlan:
 
 
 def map_names(names: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
-    """Parameter name -> name in the files, for those that are there.
+    """Parameter name -> name in the files, for the parameters that the files have.
 
     Names are equal, or differ by the base model's prefix, which checkpoints of a bare base model lack and
     checkpoints of a model with a head have.

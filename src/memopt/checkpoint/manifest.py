@@ -25,7 +25,7 @@ from memopt.plan.recipe import Recipe, modernised
 
 SCHEMA_VERSION = 1
 CONFIG_KEY = "memopt"
-#: Of one weight that reads a norm.
+#: The most channels of one weight that reads a norm.
 _MAX_CHANNELS = 1 << 20
 _MAX_WORKERS = 4
 
@@ -38,10 +38,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """Where the weights came from."""
+    """The checkpoint from which the weights were read."""
 
     model: str
-    """As the user named it."""
+    """The model as the user named it."""
     path: str
     """Folder that was read."""
     revision: str | None
@@ -49,7 +49,7 @@ class SourceRecord:
     files: dict[str, FileRecord]
     """Weight files that were read."""
     others: dict[str, FileRecord] | None = None
-    """config.json and every file that was copied, tokenizer and code among them; None of an older memopt."""
+    """config.json and every file that was copied, tokenizer and code among them; None if an older memopt wrote it."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class FoldRecord:
 
 @dataclass(frozen=True)
 class InputsRecord:
-    """Form (no values) of the batch that the walk ran with, where its inputs were not guessed."""
+    """Shapes and dtypes of the batch that the walk ran with, if its inputs were not guessed; no data of the user."""
 
     file: str | None
     """Name of the user's file; None for a batch in memory or from the model's processor."""
     arguments: dict[str, Any]
-    """Form of each argument, by `memopt.walk.calls.batch.describe`."""
+    """Description of each argument, by `memopt.walk.calls.batch.describe`."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Manifest:
     changed_outputs: tuple[str, ...] = ()
     """Fields of the model's output that the recipe allows folds to change, such as hidden states."""
     emitted: tuple[str, ...] = ()
-    """Those of `files` that configure training engines, and are no part of the model."""
+    """Names of the `files` that configure training engines and are no part of the model."""
 
     def folded_norms(self) -> frozenset[str]:
         """Module names of the norms whose affine was folded into the next linears."""
@@ -109,10 +109,10 @@ class Manifest:
             raise ModelError(f"The inputs in {MANIFEST} have a form that memopt does not write: {error}.") from None
 
     def changed_files(self, folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> list[tuple[str, str]]:
-        """(name, what happened to it) of the files that are not those of `folder` any more.
+        """(name, what happened to it) of each recorded file that is missing or changed in `folder`.
 
         Args:
-            known: path of a file -> its SHA-256, where it was read already.
+            known: path of a file -> its SHA-256, for files that were read already.
         """
 
         def change(name: str) -> str:
@@ -148,7 +148,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`.
 
     Raises:
-        ModelError: it is missing or damaged, or a newer memopt wrote it.
+        ModelError: memopt.json is missing or damaged, or a newer memopt wrote it.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -177,7 +177,7 @@ def read_manifest(folder: Path) -> Manifest:
         for record in data["folds"]:
             for consumer in record["fold"]["consumers"]:
                 consumer["channels"] = _from_runs(consumer["channels"])
-        # Through JSON, whose arrays may be tuples where Python's lists may not.
+        # Validate JSON, not Python objects: in strict mode a JSON array may become a tuple, a Python list may not.
         manifest = TypeAdapter(Manifest).validate_json(json.dumps(data), strict=True)
         for where, what in differences(json.loads(manifest.to_json()) | {"recipe": 0}, written | {"recipe": 0}):
             raise ValueError(f"{'.'.join(where)}: {what}")
@@ -193,7 +193,7 @@ def read_manifest(folder: Path) -> Manifest:
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], at: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(key and the keys inside it, what is different) of each value; 1, 1.0 and true are three values."""
+    """(key and the keys inside it, difference) of each value that differs; 1, 1.0 and true are three values."""
     for name in sorted({*before, *after}):
         where = (*at, name)
         if name not in after:
@@ -215,7 +215,7 @@ def _short(text: str) -> str:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether it is a path that leads to a file below the folder in which the manifest is."""
+    """Whether `name` is a path to a file below the folder of the manifest."""
     path = PurePosixPath(name)
     return name.isprintable() and str(path) == name != "." and not path.is_absolute() and ".." not in path.parts
 

@@ -1,7 +1,7 @@
-"""Whether the tensors in the files belong to the model of the config, by name and shape.
+"""Check whether the tensors in the files belong to the model of the config, by name and shape.
 
-transformers itself answers: its loader runs on the meta device, with the names and shapes of the headers, so that its
-renamings, conversions, ties and lists of names to ignore hold here as they do for a user. No weight is read.
+The loader of transformers runs on the meta device with the names and shapes of the headers, so its renamings,
+conversions, ties and lists of ignored names apply as in a real load. No weight is read.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from memopt.walk.models.config import model_class, model_classes, named_classes,
 from memopt.walk.models.limits import MAX_PARTS, bounded_build, watched_build
 
 Shape = tuple[int, ...]
-#: Prefixes of the dtypes of codes: eight bits and fewer.
+#: Prefixes of dtypes of 8 bits and fewer, whose values are codes of quantised weights.
 _CODES = ("F8_", "F6_", "F4")
-#: Differences that a message names.
+#: The most differences that a message names.
 SHOWN = 3
-#: What a model may have beyond four parts for each tensor of the files and four times their elements: a head.
+#: A model may have 4 parts for each tensor in the files and 4 times their elements, plus these for a head.
 _SPARE_PARTS, _SPARE_ELEMENTS = 5_000, 10**9
 
 
@@ -44,13 +44,13 @@ class Names:
     reshaped: tuple[tuple[str, Shape, Shape], ...] = ()
     """(name, shape in the files, shape in the model)."""
     random: tuple[str, ...] = ()
-    """Missing without harm, in a head or an optional part; transformers draws them at random."""
+    """Missing tensors of a head or an optional part, which is no error; transformers draws them at random."""
     unread: tuple[str, ...] = ()
-    """In the files without harm, of another head; this class does not load them."""
+    """Tensors in the files that belong to another head, which is no error; this class does not load them."""
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """Every difference that makes it another model, as a phrase each."""
+        """A phrase for every difference that shows that the files are another model's."""
         return (
             *(f"{name} is missing" for name in self.missing),
             *(f"{name} is not in the model" for name in self.unexpected),
@@ -60,7 +60,7 @@ class Names:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know although it is no error."""
+        """Differences that are no errors but that a user should know."""
         found = []
         if self.random:
             found.append(f"the files have no weights for {first_of(self.random, SHOWN)}: a load draws them at random")
@@ -73,7 +73,7 @@ def check_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
     """Compare the files of `source` with the model of `config`.
 
     Raises:
-        ModelError: they are another model's, or quantised; names the first differences.
+        ModelError: the files are another model's, or quantised; the message names the first differences.
     """
     check_stored(source)
     names = compare_names(source, config)
@@ -90,7 +90,7 @@ def check_stored(source: CheckpointSource) -> None:
     """Refuse weights that are codes with scales, which can be neither folded nor trained.
 
     Raises:
-        ModelError: the config or a tensor's dtype says that they are.
+        ModelError: the config or the dtype of a tensor shows that the weights are quantised.
     """
     hint = "Give the model that it was quantised from."
     for key in ("quantization_config", "compression_config"):
@@ -136,7 +136,7 @@ def compare_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
 
 
 class _Parts:
-    """Which part of a model a name belongs to: the base model or a head."""
+    """Tells whether a name belongs to the base model or to a head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         prefix = model.base_model_prefix
@@ -149,14 +149,14 @@ class _Parts:
         return name.startswith(self._prefix) if self._has_base else True
 
     def is_of_another_head(self, name: str) -> bool:
-        """Whether no module of this model could hold it, so that it belongs to a head of another class."""
+        """Whether no module of this model could hold the tensor, so that it belongs to a head of another class."""
         if self._has_base:
             return not self.in_base(name) and not self._has(name.rpartition(".")[0])
         inner = name.removeprefix(self._prefix)
         return inner == name and not self._has(name.partition(".")[0])
 
     def is_partly(self, name: str, missing: Collection[str]) -> bool:
-        """Whether the module that holds it has another tensor, untied, which is in the files."""
+        """Whether the module of the tensor has another, untied tensor that is in the files."""
         owner = name.rpartition(".")[0]
         leaves = {leaf for leaf, _ in self._model.get_submodule(owner).named_parameters(owner, recurse=False)}
         return bool(leaves.difference(missing, self._model.all_tied_weights_keys))
@@ -185,7 +185,7 @@ def _of_optional_parts(
 def _unknown_to_all(
     cls: type[PreTrainedModel], config: PreTrainedConfig, shapes: Mapping[str, Shape], names: set[str]
 ) -> set[str]:
-    """Those of `names` that no other class of the model type has either."""
+    """The `names` that no other class of the model type has either."""
     for other in dict.fromkeys(model_classes(config)):
         if names and other is not cls:
             with contextlib.suppress(ModelError):
@@ -196,13 +196,13 @@ def _unknown_to_all(
 def _load(
     cls: type[PreTrainedModel], config: PreTrainedConfig, shapes: Mapping[str, Shape], source: str, **options: bool
 ) -> tuple[PreTrainedModel, Names]:
-    """The model on meta, and what the loader of transformers reports about tensors of these names and shapes."""
+    """The model on meta, and the differences that transformers' loader reports for these names and shapes."""
     parts = min(MAX_PARTS, 4 * len(shapes) + _SPARE_PARTS)
     elements = 4 * sum(map(prod, shapes.values())) + _SPARE_ELEMENTS
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
         with _silent(), watched_build(), bounded_build(parts, elements):
-            loader: Any = cls  # its annotation knows no loading info
+            loader: Any = cls  # its annotation lacks the loading info
             model, info = loader.from_pretrained(
                 None,
                 config=config,
@@ -229,7 +229,7 @@ def _load(
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    """The parameter or buffer of this name; an integer where there is none."""
+    """The parameter or buffer of this name; an empty integer tensor if there is none."""
     owner, _, leaf = name.rpartition(".")
     with contextlib.suppress(AttributeError):
         found = getattr(model.get_submodule(owner), leaf, None)
@@ -240,7 +240,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """transformers logs what it reports, and shows progress."""
+    """Inside, transformers logs nothing and shows no progress bar."""
     from transformers.utils import logging as reports
 
     level, shown = reports.get_verbosity(), reports.is_progress_bar_enabled()

@@ -34,7 +34,7 @@ def original_of(record: PatchedFolder, against: str | Path | None, allow_pickle:
 def folds_of(
     record: PatchedFolder, patched: CheckpointSource, original: CheckpointSource, trust_remote_code: bool
 ) -> tuple[Fold, ...]:
-    """The folds of a patched folder; without memopt.json they are planned again, and must be those of the key."""
+    """The folds of a patched folder; without memopt.json they are planned again, and must match config.json's key."""
     if record.manifest is not None:
         folds = tuple(each.fold for each in record.manifest.folds)
     else:
@@ -49,7 +49,7 @@ def folds_of(
             f"memopt {expected.get('version')}).",
             f"Give the model that it was made from, or copy the {MANIFEST} of the patched folder into this one.",
         )
-    there = all(name in original.tensors for fold in folds for name in fold.own)  # else they are kept, by name
+    there = all(name in original.tensors for fold in folds for name in fold.own)  # otherwise `unfold` keeps these folds
     if there and expected.get("affines", found := digest_of_affines(folds, original.read_range)) != found:
         raise ModelError(
             f"'{original.model}' is not the model that '{record.folder}' was made from: its norms have other weights.",

@@ -1,7 +1,7 @@
 """A patched folder and its record: one definition for patch, load, verify, report and unpatch.
 
-`memopt patch` leaves two traces: memopt.json, and the key ``memopt`` in config.json. `save_pretrained` of the loaded
-model writes the key again and no memopt.json, so a folder with the key alone holds weights saved later: trained ones.
+`memopt patch` writes two records: memopt.json, and the key ``memopt`` in config.json. `save_pretrained` of the loaded
+model writes only the key, so a folder with the key alone holds weights that were saved later, as a rule after training.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KEY_SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """The value of ``memopt`` in config.json: what a folder that was saved after training still knows."""
+    """The value of ``memopt`` in config.json, which is still there when the model is saved after training."""
 
     schema_version: int
     version: str
-    """Of the memopt that patched the model."""
+    """Version of the memopt that patched the model."""
     base_model: str
     """The model that was patched: a hub id, or the name of its folder (no path)."""
     commit: str | None
@@ -46,13 +46,13 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class PatchedFolder:
-    """A patched folder by its traces."""
+    """A patched folder with its record, from memopt.json or from the key in config.json."""
 
     folder: Path
     manifest: Manifest | None
     """None if the model was loaded and saved again."""
     key: ConfigKey | None
-    """Read where there is no manifest."""
+    """Read only if there is no manifest."""
     recipe: Recipe
 
     @property
@@ -64,7 +64,7 @@ class PatchedFolder:
         return self.key.base_model if self.key else "MODEL"
 
     def origin(self) -> tuple[str | None, str | None]:
-        """(model, revision) to open the model that was patched; (None, None) where it is not known or gone."""
+        """(model, revision) to open the model that was patched; (None, None) if it is unknown or no longer there."""
         if self.manifest is None:
             assert self.key is not None
             return (self.key.base_model, self.key.commit) if self.key.commit else (None, None)
@@ -85,8 +85,8 @@ class PatchedFolder:
 
 
 def is_patched(folder: Path) -> bool:
-    """Whether `folder` has a trace of `memopt patch`: it wrote the folder, or what it wrote was loaded and saved."""
-    if (folder / MANIFEST).is_file():  # that of a converted adapter is none of a model
+    """Whether `memopt patch` wrote `folder`, or a patched model was loaded and saved to it."""
+    if (folder / MANIFEST).is_file():  # a converted adapter has a memopt.json too
         return (folder / "config.json").is_file() or not (folder / ADAPTER_CONFIG).is_file()
     try:
         return CONFIG_KEY in read_config(folder)
@@ -95,11 +95,11 @@ def is_patched(folder: Path) -> bool:
 
 
 def patched_folder(folder: Path) -> PatchedFolder:
-    """What the patched folder says of itself.
+    """The record of the patched folder.
 
     Raises:
-        ModelError: it is no patched folder (an adapter's memopt.json is that of none), or its memopt.json or, without
-            one, its key is damaged.
+        ModelError: `folder` is not a patched folder (an adapter with a memopt.json is not one), or its memopt.json is
+            damaged or, without a memopt.json, its key.
     """
     if not (folder / "config.json").is_file():
         refuse_adapter(folder)
@@ -135,7 +135,7 @@ def config_key(
 
 
 def digest_of_folds(folds: Iterable[Fold]) -> str:
-    """SHA-256 of what the folds are, without any weight."""
+    """SHA-256 of the description of the folds; no weight enters it."""
     return hashlib.sha256(json.dumps([fold_to_dict(fold) for fold in folds], sort_keys=True).encode()).hexdigest()
 
 
@@ -152,7 +152,7 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         return read_config(folder)
     except ModelError:
-        return {}  # a folder without config.json and memopt.json is no patched one
+        return {}  # without config.json and memopt.json the folder is not patched
 
 
 def _parse(folder: Path, value: Any) -> tuple[ConfigKey, Recipe]:

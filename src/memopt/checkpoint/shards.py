@@ -1,7 +1,7 @@
-"""One shard, streamed: blocks of 4 MiB are read, folded, written, and hashed by two threads meanwhile.
+"""Stream one shard: blocks of 4 MiB are read, folded and written, while two threads hash them.
 
 Dtypes and shapes do not change, so neither does the header. No file is ever held in memory. Every byte of the source is
-read, since the manifest has its digest, so copying inside the kernel would save nothing but where blocks are shared.
+read for the digest in the manifest, so a copy inside the OS kernel would save nothing, unless files can share blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """The files written, and those read for it."""
+    """Records of a written shard and of the file that was read for it."""
 
     changes: dict[str, RangeChanges]
     """Changed tensor -> how many of its elements left the normal range."""
@@ -75,7 +75,7 @@ def write_shard(
 
 
 def restore(source: CheckpointSource, shard: Shard, names: frozenset[str], path: Path) -> bool:
-    """Overwrite those of the tensors `names` that are in the `shard` written to `path` with the source's bytes."""
+    """Overwrite the tensors `names` in the written `shard` at `path` with the source's bytes; False if it has none."""
     wanted = [info for name, info in shard.header.tensors.items() if name in names]
     with open(path, "r+b", buffering=0) as file:
         for info in wanted:
@@ -103,7 +103,7 @@ class _Stream:
         self.buffers = digests.buffers
 
     def put(self, before: memoryview, after: memoryview | None = None) -> None:
-        """Append `after`, which the source has as `before`; None if both are the same."""
+        """Append `after`, the new form of the source's bytes `before`; None if the bytes do not change."""
         self._digests.update(before, after)
         if after is not None or not self._cloned:
             write_at(self._target, before if after is None else after, self._position)
@@ -127,7 +127,7 @@ def _clone(shard: Shard, target: int) -> bool:
 
 
 def _spans(shard: Shard, operations: Mapping[str, Operation], *, merge: bool) -> Iterator[TensorInfo]:
-    """Tensors in the order of the file; adjacent unchanged ones as one, with `merge`."""
+    """Tensors in the order of the file; with `merge`, adjacent unchanged tensors are one span."""
     span: TensorInfo | None = None
     for info in sorted(shard.header.tensors.values(), key=lambda info: (info.offset, info.nbytes)):
         if info.name not in operations and merge:
@@ -142,7 +142,7 @@ def _spans(shard: Shard, operations: Mapping[str, Operation], *, merge: bool) ->
 
 
 def _copy(source: CheckpointSource, info: TensorInfo, stream: _Stream, after: Bits | None = None) -> None:
-    """Append a tensor, with the content `after` where that is given."""
+    """Append a tensor, unchanged or with the content `after`."""
     content = None if after is None else as_bytes(after)
     for start in range(0, info.nbytes, _BLOCK):
         before, _ = stream.buffers(min(_BLOCK, info.nbytes - start))
@@ -212,7 +212,7 @@ def _bits(source: CheckpointSource, name: str) -> Bits:
 
 
 def as_bytes(bits: Bits) -> memoryview:
-    """The bytes of a file that these bits are."""
+    """`bits` as bytes of a file."""
     return np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data
 
 

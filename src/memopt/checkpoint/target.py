@@ -1,5 +1,5 @@
-"""The folder to write: whether it may be written, and what `--force` may replace. That is a folder with exactly the
-files of its memopt.json, unchanged.
+"""Check whether a folder may be written. `--force` replaces only a folder that has exactly the files in its
+memopt.json, unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memopt.checkpoint.sources.source import MANIFEST, sha256
 from memopt.environment.files import MAX_JSON_BYTES, parse_json, read_small
 from memopt.errors import ModelError, OutputError, first_of
 
-#: File -> device, inode, size and times: what shows without reading that it is another one, or was changed.
+#: File -> (device, inode, size, times), which show, without a read, whether the file was replaced or changed.
 Files = dict[str, tuple[int, ...]]
 _SMALL = 1 << 20
 _MARGIN = 16 << 20
@@ -28,8 +28,8 @@ def check_target(out: Path, source: Path, *, force: bool | None) -> Path:
     """The resolved target, if `source` may be rewritten into it.
 
     Raises:
-        OutputError: it is or contains the source, lies inside it or inside the hub's cache, is a file, or is a
-            non-empty folder (with `force`: one in which not all is as memopt wrote it).
+        OutputError: `out` is or contains the source, lies inside it or inside the hub's cache, is a file, or is a
+            non-empty folder (with `force`: a folder that differs from what memopt wrote).
     """
     out, source = out.expanduser().resolve(), source.resolve()
     for path in (out, source):
@@ -56,7 +56,7 @@ def check_space(out: Path, needed: int) -> None:
     """Check that the disk of `out` has room for `needed` bytes.
 
     Raises:
-        OutputError: it has not.
+        OutputError: the disk has less room.
     """
     folder = next(parent for parent in out.parents if parent.exists())
     free = shutil.disk_usage(folder).free
@@ -75,7 +75,7 @@ def default_folder(model: str) -> Path:
 
 
 def restrict(path: Path, origin: Path) -> None:
-    """Take from `path` what group and others may not do with `origin`."""
+    """Remove from `path` the permissions of group and others that `origin` does not give."""
     path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(0o077 & ~origin.stat().st_mode))
 
 
@@ -83,13 +83,13 @@ def files_to_replace(out: Path, force: bool | None, state: str, *, all_digests: 
     """The files of `out` that memopt wrote and that may be replaced; None if there are none.
 
     Args:
-        force: whether they may be; None if the command has no --force.
-        state: what the error says of a folder that is not empty.
+        force: whether they may be replaced; None if the command has no --force.
+        state: words for a folder that is not empty, in the error message.
         all_digests: compare the digests of all files, and not of small ones only.
 
     Raises:
-        OutputError: they may not be, memopt did not write the folder, or something in it is not in its list or was
-            changed.
+        OutputError: the files may not be replaced, memopt did not write the folder, or a file in it is not in its
+            memopt.json or was changed.
     """
     if not (out.is_dir() and any(out.iterdir())):
         return None
@@ -122,7 +122,7 @@ def files_to_replace(out: Path, force: bool | None, state: str, *, all_digests: 
 
 
 def list_files(folder: Path) -> Files:
-    """All that is below a folder, but for folders themselves; links are listed and not followed."""
+    """All files and links below a folder; links are not followed."""
     found: Files = {}
     for path in _walk(folder):
         state = path.lstat()
@@ -132,7 +132,7 @@ def list_files(folder: Path) -> Files:
 
 
 def remove_files(folder: Path, files: Files) -> None:
-    """Remove a folder with these files; OSError where anything else is in it."""
+    """Remove these files and the folder; raises OSError if anything else is in it."""
     for name in files:
         (folder / name).unlink(missing_ok=True)
     for path, _, _ in os.walk(folder, topdown=False):

@@ -3,8 +3,8 @@
 The norm y = s x_hat + t of the patched files (the identity, unless somebody trained it) feeds W and b. With the
 original scale s_o and shift t_o the restored norm has s_r = s_o s and t_r = t_o + s_o t, and its linears have
 W_r = W s / s_r and b_r = b + c (W t - W_r t_r), where c is the constant of the fold: the same function. s_r and t_r are
-rounded to the stored dtype first, so every stored element costs one rounding. An element that is still the fold of the
-original's becomes the original's, bit by bit.
+rounded to the stored dtype first, so every stored element costs one rounding. An element that still equals the folded
+original becomes the original element again, bit by bit.
 
 A trained channel whose scale is zero cannot be divided by it, and one whose scale is near zero would get weights far
 larger than all others, from which quantised and 16-bit formats suffer. Such channels keep the folded form.
@@ -38,7 +38,7 @@ Put = Callable[[str, int, memoryview], None]
 
 @dataclass
 class Unfolded:
-    """What :func:`unfold` did; names of tensors are those of the patched files."""
+    """The result of :func:`unfold`; names of tensors are those of the patched files."""
 
     norms: list[str] = field(default_factory=list)
     """Norms that have their affine back."""
@@ -47,7 +47,7 @@ class Unfolded:
     computed: list[str] = field(default_factory=list)
     """Tensors with elements that were trained, and so were divided or corrected."""
     kept: list[tuple[str, str]] = field(default_factory=list)
-    """(norm, why) of norms that keep their folded form, all of it or in some channels."""
+    """(norm, reason) of norms that keep their folded form, in all channels or in some."""
 
 
 def unfold(patched: CheckpointSource, original: CheckpointSource, folds: tuple[Fold, ...], put: Put) -> Unfolded:
@@ -55,15 +55,15 @@ def unfold(patched: CheckpointSource, original: CheckpointSource, folds: tuple[F
 
     Args:
         patched: a patched checkpoint, trained or not.
-        original: the one that it was made from.
-        folds: all of its folds, by the names of the original's tensors.
+        original: the checkpoint that `patched` was made from.
+        folds: all folds of `patched`, with the names of the original's tensors.
     """
     return _Unfolding(patched, original, folds, put).run()
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """One norm of the patched files and what becomes of it; one number a channel."""
+    """One norm of the patched files and its restored form; arrays have one entry for each channel."""
 
     fold: Fold
     scale: Floats
@@ -71,12 +71,12 @@ class _Norm:
     restored_scale: Floats
     restored_shift: Floats
     identity: Mask
-    """Where scale and shift are as the fold left them."""
+    """True for channels whose scale and shift are as the fold left them."""
     kept: Mask
-    """Where the folded form is kept."""
+    """True for channels that keep the folded form."""
 
     def factor(self) -> Floats:
-        """By what the readers' weights are multiplied; infinite or NaN where a scale is zero."""
+        """The factor for the readers' weights; infinite or NaN where the restored scale is zero."""
         return self.scale / self.restored_scale
 
     def keeping(self, kept: Mask) -> _Norm:
@@ -97,7 +97,7 @@ class _Block(NamedTuple):
     patched: Floats
     restored: Bits
     untouched: Mask
-    """Where the element was the fold of the original's, and is the original's again."""
+    """True for elements that equalled the folded original and are the original's again."""
     largest: float
     """The largest finite size of a patched or original element."""
 
@@ -129,7 +129,7 @@ class _Unfolding:
         return self.done
 
     def obstacle(self, fold: Fold) -> str | None:
-        """Why the files do not allow to take `fold` back."""
+        """Why the files do not allow to undo `fold`; None if they do."""
         for name in sorted(fold.touched):
             if name not in self.source.tensors:
                 return f"the original has no {name}"
@@ -143,7 +143,7 @@ class _Unfolding:
         return None
 
     def norm(self, fold: Fold) -> _Norm:
-        """The norm of `fold`, nothing of it kept."""
+        """The norm of `fold`, with no channel kept in its folded form."""
         dtype = self.dtype(fold.weight)
         gamma, scale = read_floats(self.source, fold.weight), self.floats(fold.weight) + fold.offset
         shift = original_shift = np.zeros_like(scale)
@@ -156,7 +156,7 @@ class _Unfolding:
         return _Norm(fold, scale, shift, restored, restored_shift, identity, np.zeros_like(identity))
 
     def lost(self, norm: _Norm) -> Mask:
-        """Channels in which something was trained that their scale cannot divide; see the top of the file."""
+        """Channels with trained weights that cannot be divided by the channel's scale; see the top of the file."""
         lost: Mask = (norm.restored_scale == 0) & ~norm.identity
         for reader in norm.fold.consumers:
             channels = np.arange(len(lost)) if reader.channels is None else np.asarray(reader.channels)
@@ -171,7 +171,7 @@ class _Unfolding:
         return lost
 
     def unfold_weight(self, name: str, corrections: dict[str, Floats]) -> bool:
-        """Restore a reader's weight and add up what its biases need; whether it is the original's again."""
+        """Restore a reader's weight, and add up its biases' corrections; returns whether it is the original's again."""
         key, dtype = self.keys[name], self.dtype(name)
         shape = self.patched.tensors[key].shape
         parts = [
@@ -239,7 +239,7 @@ class _Unfolding:
         self.record(self.keys[name], bool(same.all()))
 
     def restore(self, norm: _Norm) -> None:
-        """The norm's own tensors."""
+        """Restore the norm's own tensors."""
         fold = norm.fold
         for name, values in zip(fold.own, (norm.restored_scale - fold.offset, norm.restored_shift), strict=False):
             old = self.original(name)

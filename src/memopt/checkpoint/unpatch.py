@@ -1,5 +1,5 @@
-"""Writes the stock folder of a patched one: folds taken back, no key in config.json, no memopt.json, no section
-of memopt's in README.md."""
+"""Write the stock form of a patched folder: undo the folds, and remove memopt.json, the key in config.json and
+memopt's section in README.md."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write_unpatched(
     """Write the stock form of `patched` to the folder `out`; all of it or nothing.
 
     Args:
-        original: the model that it was made from; needed where there are folds.
-        folds: all of its folds, by the names of the original's tensors.
+        original: the model that `patched` was made from; needed if there are folds.
+        folds: all folds of `patched`, with the names of the original's tensors.
         progress: called with (bytes done, bytes to do).
         note: called with each sentence that a user should read.
 
@@ -71,7 +71,7 @@ def write_unpatched(
 
 
 def _restore_card(path: Path) -> None:
-    """The source's model card in place of the one that `memopt patch` wrote; none where the source had none."""
+    """Replace the model card that `memopt patch` wrote by the source's, or remove it if the source had none."""
     if not path.is_file() or path.stat().st_size > 2 * MAX_BYTES:  # memopt extends no card of that size
         return
     card = source_card(path.read_bytes())
@@ -82,7 +82,7 @@ def _restore_card(path: Path) -> None:
 
 
 def _stock_config(patched: CheckpointSource, original: CheckpointSource | None) -> bytes:
-    """config.json without the key: the original's bytes where nothing else differs."""
+    """config.json without the key; the bytes of the original's if nothing else differs."""
     config = {key: value for key, value in patched.config.items() if key != CONFIG_KEY}
     if original is not None and config == original.config:
         return (original.root / "config.json").read_bytes()

@@ -1,4 +1,4 @@
-"""Writes a patched checkpoint folder: shards, side files, index, config and manifest."""
+"""Write a patched checkpoint folder: shards, side files, index, config and manifest."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What was written."""
+    """The result of :func:`write_checkpoint`."""
 
     out: Path
     plan: Plan
-    """The plan as carried out; a norm whose fold the files refuse is shared."""
+    """The plan that was carried out: a norm whose fold the files do not allow is shared instead."""
     manifest: Manifest
     nbytes: int
     """Size of all weights."""
@@ -76,7 +76,7 @@ def write_checkpoint(
         note: called with each sentence that a user should read.
 
     Raises:
-        OutputError: `out` cannot be used or written, or the source has a file of the name of one that is to be added.
+        OutputError: `out` cannot be used or written, or the source has a file with the name of an added file.
         NegativeVerdict: the source is a patched checkpoint.
     """
     added = dict(emitted or {})
@@ -147,7 +147,7 @@ class _Workers:
         """Results of `function` on every tuple of arguments, in order."""
         futures: list[Future[Any]] = [self._pool.submit(function, *arguments) for arguments in calls]
         for future in futures:
-            # A signal that another thread receives, or that comes just before a wait, ends no wait without a timeout.
+            # A wait without a timeout is not ended by a signal that another thread receives or that came just before.
             while not future.done():
                 wait([future], timeout=_WAKE_SECONDS)
         return [future.result() for future in futures]
@@ -156,7 +156,7 @@ class _Workers:
 def _write_shards(
     source: CheckpointSource, folds: FoldPlan, stage: Path, workers: _Workers
 ) -> tuple[FoldPlan, dict[str, WrittenShard]]:
-    """The folds that were carried out, and each shard by its name."""
+    """Write the shards; returns the folds that were carried out, and shard name -> written shard."""
     operations = folds.operations()
     calls = [(source, shard, operations, stage / shard.name, workers.advance) for shard in source.shards]
     written = dict(zip((shard.name for shard in source.shards), workers.run(write_shard, *calls), strict=True))
@@ -203,9 +203,9 @@ def copy_files(source: CheckpointSource, stage: Path) -> None:
 
 
 def keep_private(source: CheckpointSource, stage: Path, otherwise: Path | None = None) -> None:
-    """Take from the files and folders in `stage` what group and others may not do with the source's.
+    """Remove permissions of group and others from `stage` that the source's files and folders do not give.
 
-    What the source has not is as private as the file `otherwise`, by default its config.json.
+    A file that the source lacks gets no more permissions than the file `otherwise`, by default its config.json.
     """
     origins = {shard.name: shard.origin for shard in source.shards}
     for path in (stage, *stage.rglob("*")):
@@ -235,7 +235,7 @@ def _write_config(source: CheckpointSource, plan: Plan, folds: FoldPlan, stage: 
 
 
 def _write_files(contents: Mapping[str, bytes], manifest: Manifest, stage: Path) -> Manifest:
-    """Write files beside the weights to `stage`; the manifest with them."""
+    """Write files beside the weights to `stage`; returns the manifest with their digests."""
     for name, content in contents.items():
         (stage / name).write_bytes(content)
     records = {name: _record(stage / name) for name in contents}

@@ -1,4 +1,4 @@
-"""What the commands share: streams, the JSON document, progress, and exit codes of errors.
+"""Shared parts of the commands: streams, the JSON document, progress, and exit codes of errors.
 
 stdout carries the result alone; notes, progress and errors go to stderr. Only the standard library and typer are
 imported at the top, so that `memopt --help` is fast.
@@ -56,7 +56,7 @@ EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
 _PATIENCE, _PLAIN_INTERVAL = 2.0, 10.0
 _ERASE_LINE = "\x1b[2K"
-#: One write: moves of the cursor, a text, the way back to the start of its line.
+#: One write: cursor movements, a text, and a carriage return.
 _DRAWN = re.compile(r"((?:\r|\n|\x1b\[(?:2K|K|A))*)(.*?)(\r?)", re.DOTALL)
 
 
@@ -64,9 +64,9 @@ def document(command: str | None, status: str, **fields: Any) -> dict[str, Any]:
     """The JSON document of a command.
 
     Args:
-        command: its name; None if none was recognised.
+        command: name of the command; None if none was recognised.
         status: ``pass``, ``fail``, ``inconclusive`` or ``error``.
-        fields: the command's own.
+        fields: further fields, of this command.
     """
     head = {"schema_version": SCHEMA_VERSION, "tool": "memopt", "version": memopt.__version__}
     return {**head, "command": command, "status": status, **fields, "error": fields.get("error")}
@@ -78,7 +78,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def as_json(value: dict[str, Any]) -> str:
-    """`value` as JSON: NaN and infinity become null, half a surrogate pair '?'. What controls a terminal is escaped."""
+    """`value` as JSON: NaN and infinity become null, lone surrogates '?'; control characters are escaped."""
     content = json.dumps(value, default=str, ensure_ascii=False).encode("utf-8", "replace")
     finite = json.loads(content, parse_constant=lambda _: None)
     text = json.dumps(finite, indent=2, ensure_ascii=False)
@@ -112,10 +112,10 @@ def _as_bytes(c: str) -> str:
 
 
 class Checked:
-    """A stdout that says in a `StreamError` why it cannot be written; a reader that left is none (BrokenPipeError).
+    """A stdout whose failed writes raise a `StreamError` with the reason; a closed pipe stays a BrokenPipeError.
 
-    What controls a terminal is escaped, but for line breaks, tabs and, around a text, what draws its line again:
-    libraries print names from a stranger's files as they are.
+    Control characters of terminals are escaped, except line breaks, tabs and the sequences around a text that redraw
+    its line: libraries print names from untrusted files without escaping them.
     """
 
     def __init__(self, stream: Any, escapes: bool = True) -> None:
@@ -126,7 +126,7 @@ class Checked:
 
     @property
     def unescaped(self) -> Checked:
-        """The stream as it is, for text that was escaped before."""
+        """The stream without escaping, for text that is already escaped."""
         return type(self)(getattr(self._stream, "unescaped", self._stream), escapes=False)
 
     def write(self, text: str) -> Any:
@@ -138,7 +138,7 @@ class Checked:
             text = found[1] + printable(found[2], "\n\t") + found[3]
         try:
             return self._stream.write(text)
-        except UnicodeEncodeError as error:  # a terminal of another language
+        except UnicodeEncodeError as error:  # the terminal's encoding lacks a character
             return self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
 
     def flush(self) -> None:
@@ -147,7 +147,7 @@ class Checked:
 
 
 class Forgiving(Checked):
-    """A stderr whose failures stop no work: notes and errors are lost, the exit code remains."""
+    """A stderr that ignores failed writes: notes and errors are lost, but the work and the exit code are not."""
 
     def write(self, text: str) -> Any:
         with contextlib.suppress(OSError):
@@ -171,7 +171,7 @@ def _as_stream_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def result(outcome: str) -> Iterator[None]:
-    """Around code that prints a result: if that fails or is interrupted, `outcome` says what was done before."""
+    """Context for printing a result. If printing fails or is interrupted, `outcome` tells the work that is done."""
     try:
         yield
         sys.stdout.flush()
@@ -206,7 +206,7 @@ class _Notes(logging.Handler):
 
 @contextlib.contextmanager
 def notes_shown() -> Iterator[None]:
-    """Inside, what memopt logs (that it waits for the hub) goes to stderr."""
+    """Inside, memopt's log messages (e.g. that it waits for the hub) go to stderr."""
     logger, notes = logging.getLogger("memopt"), _Notes()
     level = logger.level
     logger.addHandler(notes)
@@ -220,14 +220,14 @@ def notes_shown() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_results_on_stdout() -> Iterator[None]:
-    """Send what libraries print to stderr."""
+    """Inside, prints go to stderr, such as those of libraries."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Inside, the garbage collector is off, also for objects created there: modules are never garbage."""
+    """Inside, the garbage collector is off, and it skips the objects created here later, too: modules live forever."""
     gc.disable()
     try:
         yield
@@ -238,8 +238,8 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(what: object) -> Iterator[Callable[[], None]]:
-    """Inside, stderr says after two seconds that `what` goes on, in its words of the moment, and for how long; the
-    callback ends it earlier."""
+    """Inside, after two seconds, stderr shows the current text of `what` and the time that has passed; the callback
+    ends this earlier."""
     done = threading.Event()
     thread = threading.Thread(target=_tell_time, args=(what, done), daemon=True)
 
@@ -259,7 +259,7 @@ def _tell_time(what: object, done: threading.Event) -> None:
     while not done.wait(pause):
         pause = 1.0 if draws else _PLAIN_INTERVAL
         text = f"{what}: {time.monotonic() - started:.0f} s so far"
-        # The cursor returns, so that what is printed next replaces the line.
+        # The carriage return lets the next print replace the line.
         print(f"{_ERASE_LINE}{text}\r" if draws else f"{text}\n", end="", file=sys.stderr, flush=True)
         if done.is_set():
             break
@@ -308,7 +308,7 @@ def output_file(path: Path | None, option: str, *, force: bool) -> Path | None:
     """The path of the option's result, checked before any work.
 
     Raises:
-        OutputError: it cannot be written, or the file exists and `force` is false.
+        OutputError: the file cannot be written, or it exists and `force` is false.
     """
     if path is None:
         return None
@@ -352,7 +352,7 @@ def _describe(error: BaseException) -> tuple[str, str, str | None, int]:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else EXIT_ERROR
         return "Terminated", "Terminated.", None, code
-    if isinstance(error, OSError) and error.strerror:  # the machine's answer, as to a path that is too long
+    if isinstance(error, OSError) and error.strerror:  # from the operating system, e.g. a path that is too long
         at = f"'{str(error.filename)[:200]}'" if error.filename else "A file"
         return type(error).__name__, f"{at} cannot be used: {error.strerror}.", None, EXIT_ERROR
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""`memopt doctor`: versions, the device, and what is off here and why."""
+"""`memopt doctor`: versions, the device, and the features that are off here, with reasons."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _device() -> str:
 
 
 def _off() -> list[str]:
-    """What does not run here, each with its reason."""
+    """Features that do not run here, each with its reason."""
     import torch
 
     from memopt.torch_compat import missing

@@ -1,4 +1,4 @@
-"""Mistakes of a command line, told before torch is imported, which takes seconds."""
+"""Check a command line before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memopt.trace.training import Train, check_peft
 
 
 def check_report(model: str, recipe: str | None, overrides: Iterable[str], train: Train) -> None:
-    """Errors are those of `memopt.report`."""
+    """Raise the errors of `memopt.report` that show without torch."""
     model_folder(model)
     if recipe is not None:  # else a patched folder may have its own
         _check_recipe(recipe, overrides)
@@ -19,7 +19,7 @@ def check_report(model: str, recipe: str | None, overrides: Iterable[str], train
 
 
 def check_patch(model: str, recipe: str, overrides: Iterable[str], out: Path | None, *, force: bool | None) -> None:
-    """Errors are those of `memopt.patch_checkpoint`; with `force` None `out` is not looked at."""
+    """Raise the errors of `memopt.patch_checkpoint` that show without torch; `force` None: do not check `out`."""
     from memopt.checkpoint.target import check_target, default_folder
 
     folder = model_folder(model)
@@ -29,7 +29,7 @@ def check_patch(model: str, recipe: str, overrides: Iterable[str], out: Path | N
 
 
 def check_patched(directory: str | Path) -> None:
-    """Errors are those of `memopt.verify`."""
+    """Raise the errors of `memopt.verify` that show without torch."""
     patched_folder_at(directory)
 
 

@@ -25,7 +25,7 @@ from memopt.cli import common
 from memopt.errors import StreamError, UsageError
 
 _HELP = "Patch Hugging Face models to fine-tune them in less memory, and prove that they stay the same."
-#: Set by a shell that asks for completions of the line that it passes in other variables.
+#: Environment variable that a shell sets to get completions; other variables hold the command line.
 _COMPLETION = "_MEMOPT_COMPLETE"
 COMMANDS = ("patch", "verify", "report", "unpatch", "recipes", "doctor")
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -33,15 +33,15 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 def run() -> None:
     """Entry point of the console script."""
-    gc.set_threshold(50_000, 20, 100)  # a sixth of the time that imports take is collections that find nothing
-    # A closed stderr is None, and what is printed to None goes to stdout.
+    gc.set_threshold(50_000, 20, 100)  # else a sixth of the import time is collections that find nothing
+    # If stderr is closed, sys.stderr is None, and print(file=None) writes to stdout.
     stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stderr = cast(Any, common.Forgiving(stderr))
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else SIGINT is ignored, as in the background
         process = os.getpid()
         signal.signal(signal.SIGINT, lambda _, frame: _interrupt(frame, process))
     codes: list[int] = []
-    # After the handlers that come later. Python would then free, object by object, what the system frees at once.
+    # Runs after all handlers that are registered later, and ends the process without Python's slow freeing of objects.
     atexit.register(lambda: _leave(*codes))
     codes.append(main(sys.argv[1:]))
     if codes == [common.EXIT_INTERRUPTED]:
@@ -50,7 +50,7 @@ def run() -> None:
 
 
 def _interrupt(frame: FrameType | None, process: int) -> None:
-    """Ctrl-C. An import ends at once: libraries catch every exception of their imports, and go on."""
+    """Handle Ctrl-C. During an import, end the process at once: libraries catch all exceptions of their imports."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     if frame is None or os.getpid() != process:
@@ -61,7 +61,7 @@ def _interrupt(frame: FrameType | None, process: int) -> None:
 
 
 def _leave(code: int | None = None) -> None:
-    """End the process with `code`; without one, an error is on its way out."""
+    """End the process with `code`; None: do nothing, because an exception is ending the process."""
     if code is not None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # None, full or closed
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
             code = _run(rest, command, as_json=as_json, debug=debug)
             sys.stdout.flush()
     except (BrokenPipeError, StreamError) as error:
-        # Python flushes stdout again at exit: what is left is discarded.
+        # Python flushes stdout again at exit; this discards the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
         if isinstance(error, BrokenPipeError):  # nobody reads it any more
             return common.EXIT_BROKEN_PIPE
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_app() -> typer.Typer:
-    """The command line as typer sees it."""
+    """The typer application with all commands."""
     app = typer.Typer(
         help=_HELP,
         rich_markup_mode=None,
@@ -111,7 +111,7 @@ def build_app() -> typer.Typer:
     app.callback()(_globals)
     for name in COMMANDS:
         function = getattr(importlib.import_module(f"memopt.cli.{name}"), name)
-        # Of a short help typer cuts nothing off.
+        # typer shortens a docstring in the list of commands, but not a short help.
         first = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
         app.command(name, short_help=first)(function)
     return app
@@ -126,7 +126,7 @@ def _globals(
 
 
 def _take_globals(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """(the other arguments, whether to show tracebacks)."""
+    """(arguments without the global options, whether to show tracebacks)."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     mine = arguments[:end]
     if "--no-color" in mine:

@@ -1,6 +1,6 @@
 """Files that `memopt report` writes: `--html`, `--snapshot`, and the plans of `--budget`, `--frontier`.
 
-Options, and the writing. The planner answers with the fastest plan that fits, or with plans by memory and time.
+Options, and code that writes. The planner returns the fastest plan that fits, or plans by memory and time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FrontierOption = Annotated[bool, typer.Option("--frontier", help="Print plans by
 
 @dataclass(frozen=True)
 class Outputs:
-    """The options: files to write, a plan for `budget`, or the frontier with its rates."""
+    """Options of `memopt report`: files to write, a budget for the planner, or the frontier."""
 
     html: Path | None
     snapshot: Path | None
@@ -61,7 +61,7 @@ class Outputs:
 
     @property
     def planner(self) -> str | None:
-        """The option that asks the planner; None if neither is given."""
+        """The given option that needs the planner; None if neither is given."""
         return "--budget" if self.budget is not None else "--frontier" if self.frontier else None
 
     def check_options(self) -> None:
@@ -81,11 +81,11 @@ class Outputs:
             raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
 
     def checked(self) -> Outputs:
-        """These options with resolved paths of the drawings; checked before any work.
+        """These options with the paths of --html and --snapshot resolved, and checked before any work.
 
         Raises:
-            OutputError: one cannot be written, or exists and `force` is false.
-            UsageError: they are the same.
+            OutputError: a file cannot be written, or it exists and `force` is false.
+            UsageError: both options name one file.
         """
         html = common.output_file(self.html, "--html", force=self.force)
         snapshot = common.output_file(self.snapshot, "--snapshot", force=self.force)
@@ -95,7 +95,7 @@ class Outputs:
 
     @property
     def drawn(self) -> bool:
-        """Whether there is a drawing among them."""
+        """Whether --html or --snapshot is given."""
         return self.html is not None or self.snapshot is not None
 
 
@@ -108,15 +108,15 @@ def draw(
     headline: Headline | None = None,
     frontier: Frontier | None = None,
 ) -> None:
-    """Predict the step and write the drawings that are asked for.
+    """Predict the step and write the files of --html and --snapshot.
 
     Args:
         lines: sentences to put first on the page.
-        headline: its lines and its table are put first.
-        frontier: plans to draw there.
+        headline: answer whose lines and table are put first, in place of `lines`.
+        frontier: plans to draw on the page.
 
     Raises:
-        ModelError: the step cannot be predicted, and a snapshot is asked for.
+        ModelError: the step cannot be predicted, and --snapshot is given.
     """
     if not files.drawn:
         return
@@ -150,7 +150,7 @@ def draw(
 
 
 def show_plan(request: Request, setup: Setup, asked: Outputs, *, card: str | None = None, json_output: bool) -> int:
-    """Print and write what the planner answers."""
+    """Run the planner, print its result, and write the files."""
     file: Path | None
     if asked.emit and asked.out is not None:
         from memopt.emit.engines import files_named
@@ -165,7 +165,7 @@ def show_plan(request: Request, setup: Setup, asked: Outputs, *, card: str | Non
             from memopt.prediction.planner.choice import Choice
             from memopt.prediction.planner.training import plan_training
 
-        # With a frontier, the budget is the card that gives the rates.
+        # With --frontier, the budget only names the card whose rates are used.
         budget, card = (None, card or asked.budget) if asked.frontier else (asked.budget, card)
         allowed = () if asked.allow is None else (asked.allow,)
         chosen = plan_training(request, budget, card=card, setup=setup, allow=allowed)
@@ -194,7 +194,7 @@ def _check_expressible(request: Request, setup: Setup, emit: Sequence[str]) -> N
 
 
 def _write_plan(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> list[str]:
-    """Write the plan as the recipe `out`, or into the folder `out` with the files of the engines; the files."""
+    """Write the plan as the recipe `out`, or with the engines' files into the folder `out`; returns the paths."""
     from memopt.environment.files import write_output
     from memopt.plan.recipe import dump_recipe
 
@@ -219,7 +219,7 @@ def _write_plan(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> l
 
 
 def _draw_plan(planned: Choice | Frontier, request: Request, setup: Setup, files: Outputs) -> None:
-    """The drawings of what the planner answered: a plan beside the stock model, or plans by memory and time."""
+    """Write the files of --html and --snapshot for a plan compared with the stock model, or for the frontier."""
     if not files.drawn:
         return
     from memopt.pipeline import report_on

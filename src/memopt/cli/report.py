@@ -1,4 +1,4 @@
-"""`memopt report`: which operation saves which bytes for backward, before and after patching."""
+"""`memopt report`: whether a step fits, and which operation saves how many bytes, before and after patching."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def report(
         except ModelError:
             if gpu is not None:
                 raise
-            # The saved bytes may be known anyway, or the report says why not.
+            # `report_on` below may still count the saved bytes, or raise an error with the reason.
         if comparison is None and (first is None or first.approximate):
             comparison = report_on(request, common.note)
         if comparison is not None:

@@ -18,11 +18,11 @@ from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
 
 
 class MemoptCallback(Callback):  # type: ignore[misc]
-    """Patches the Hugging Face models inside a LightningModule, PEFT's wrappers among them, before they are wrapped.
+    """Patches the Hugging Face and PEFT models inside a LightningModule before the strategy wraps them.
 
     Models built in `configure_model` are patched when fitting starts. If the strategy shards models (FSDP, DeepSpeed),
-    call `memopt.patch` in `configure_model`. Without a Hugging Face model the whole module is patched. Raises what
-    `memopt.patch` does.
+    call `memopt.patch` in `configure_model`. Without a Hugging Face model the whole module is patched. Raises the
+    errors of `memopt.patch`.
     """
 
     def __init__(

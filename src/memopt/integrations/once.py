@@ -20,7 +20,7 @@ logger = logging.getLogger("memopt")
 
 @dataclass(frozen=True)
 class Patching:
-    """The arguments of `memopt.patch`, for a model that comes later."""
+    """The arguments of `memopt.patch`, kept for a model that is built later."""
 
     recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE
     inputs: Mapping[str, Any] | str | Path | None = None
@@ -32,7 +32,7 @@ class Patching:
         """
         Raises:
             RecipeError: the recipe is unknown, or folds weights.
-            UsageError: the budget is no size and no card.
+            UsageError: the budget is neither a size nor a card.
         """
         memory_recipe(self.recipe)
         if isinstance(self.budget, str):
@@ -41,10 +41,10 @@ class Patching:
     def patch_once(
         self, model: nn.Module, *, batch: int | None = None, seq: int | None = None, say: bool = True
     ) -> None:
-        """Patch `model`, and say so.
+        """Patch `model` and log it; a model that is already patched is not changed.
 
         Args:
-            batch, seq: those of the trainer, for a plan for `budget` if none were given.
+            batch, seq: the trainer's sizes, for `budget`, where this object has none.
             say: whether this process logs.
         """
         before = summary(model)

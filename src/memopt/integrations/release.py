@@ -1,8 +1,8 @@
 """Gradient release: an optimizer steps each parameter as soon as its gradient is complete, and frees the gradient.
 
-Full tuning then holds the gradients of a few parameters at a time, not of all: those of Llama-3.1-8B are 15 GiB in
-bf16, that of its largest parameter is 1 GiB. The steps are those of the optimizer's own class, with its own state and
-settings. PyTorch's tutorial on optimizer steps in backward and LOMO (arXiv 2306.09782) describe the way.
+Full tuning then holds the gradients of a few parameters at a time. For Llama-3.1-8B in bf16, all gradients take 15 GiB,
+and the gradient of the largest parameter takes 1 GiB. The steps are those of the optimizer's own class, with its state
+and settings. PyTorch's tutorial on optimizer steps in backward and LOMO (arXiv 2306.09782) describe the method.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _USUAL = "Step all parameters after backward, as usual."
 
 
 class GradientRelease:
-    """Steps each parameter of an optimizer in backward; :meth:`remove` ends that."""
+    """Steps each parameter of an optimizer in backward, until :meth:`remove` is called."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -60,16 +60,16 @@ class GradientRelease:
 def release_gradients(optimizer: Optimizer) -> GradientRelease:
     """Step each parameter of `optimizer` in backward, when its gradient is complete, and free the gradient.
 
-    The training loop stays as it is: ``loss.backward()``, ``optimizer.step()``, which finds no gradients, a scheduler.
-    Losses and weights are those of the usual order. Gradients are not there after backward: clipping finds none.
-    Hooks on the optimizer's step run for each parameter.
+    The training loop does not change: keep ``loss.backward()``, ``optimizer.step()`` (it finds no gradients) and the
+    scheduler. Losses and weights are the same as with steps after backward. No gradient is left after backward, so
+    clipping has no effect. Hooks on the optimizer's step run once for each parameter.
 
     Args:
         optimizer: of a class that steps each parameter by its own gradient and state (AdamW, SGD, Adafactor). This
-            is tried on two small parameters.
+            is tested on two small parameters.
 
     Raises:
-        ModelError: what the class does to one parameter depends on others, several processes train, or there are
+        ModelError: the class's step of one parameter depends on others, several processes train, or there are
             gradients already.
     """
     if (
@@ -98,7 +98,7 @@ def release_gradients(optimizer: Optimizer) -> GradientRelease:
 
 
 def _step_alone(optimizer: Optimizer, parameter: Tensor, group: int) -> None:
-    """One step of this parameter of a group, which has a gradient, and of no other."""
+    """Step `parameter`, which has a gradient, with the settings of its group; no other parameter is stepped."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**groups[group], "params": [parameter]}]
     try:
@@ -108,7 +108,7 @@ def _step_alone(optimizer: Optimizer, parameter: Tensor, group: int) -> None:
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any], *, apart: bool) -> Sequence[Tensor]:
-    """Two small parameters after three steps with the settings of `group`, each step of both or one by one."""
+    """Two small parameters after three steps with the settings of `group`; `apart`: step one after the other."""
     like = next((p for p in group["params"] if p.requires_grad), None)
     if like is None:
         return []
@@ -129,7 +129,7 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], *, apart: bool) -> Seque
 
 
 def _required(cls: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `cls` that have no default, as the group has them."""
+    """Arguments of `cls` without a default, with their values from the settings of a group."""
     parameters = list(inspect.signature(cls).parameters.values())[1:]
     return {
         each.name: settings[each.name] for each in parameters if each.default is each.empty and each.name in settings

@@ -25,21 +25,20 @@ _LAYERS_OF_LIGER = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
 
 
 class TrainerCallback(transformers.TrainerCallback):
-    """Patches the model of a Trainer when it has been built and nothing has wrapped it yet.
+    """Patches the model of a Trainer after it is built and before anything wraps it.
 
         Trainer(model, args, ..., callbacks=[memopt.TrainerCallback()])
         SFTTrainer(model, args=args, ..., callbacks=[memopt.TrainerCallback("exact-levels")])
 
-    Losses and gradients are those of `memopt.patch(model, recipe)` by hand. A model that is already patched does not
-    change. The logger ``memopt`` says what was patched, and when training begins what the trainer has taken over: a
-    loss
-    that it computes itself, activation checkpointing of the blocks.
+    Losses and gradients are the same as after a call of `memopt.patch(model, recipe)`. A model that is already patched
+    is not changed. The logger ``memopt`` reports what was patched and, when training begins, which parts the trainer
+    has taken over: it may compute the loss itself, or checkpoint the blocks.
 
-    - ``gradient_checkpointing=True`` runs around memopt; where the recipe has ``checkpointing``, its choice holds.
-    - ``use_liger_kernel=True``: Liger's kernels of norms and MLPs are switched off where ``liger_kernel_config`` does
-      not name them, since they would replace memopt's.
-    - ``model_init``: the model that `train` builds is patched before its first step. Where FSDP, ZeRO-3 or
-      Liger has changed it by then, wrap the function: ``model_init=callback.model_init(function)``.
+    - ``gradient_checkpointing=True`` runs around memopt; ``checkpointing`` in the recipe takes precedence.
+    - ``use_liger_kernel=True``: Liger's kernels of norms and MLPs would replace memopt's, so they are switched off
+      unless ``liger_kernel_config`` names them.
+    - ``model_init``: the model that `train` builds is patched before its first step. If FSDP, ZeRO-3 or
+      Liger changes it before that, wrap the function: ``model_init=callback.model_init(function)``.
     - A recipe that samples linears remembers gradients if the data set is a `memopt.sampling.IndexedDataset`.
     """
 
@@ -57,13 +56,13 @@ class TrainerCallback(transformers.TrainerCallback):
         """
         Args:
             recipe: as in `memopt.patch`, like `inputs` and `budget`. An unknown or folding recipe and an unknown card
-                are errors here; the other errors of `memopt.patch` are raised when the Trainer is made.
-            batch: rows of a step, for `budget`; else ``per_device_train_batch_size``.
-            seq: tokens in a row, for `budget`; else TRL's ``max_length``, or what `memopt.patch` takes.
+                raise errors here; the other errors of `memopt.patch` are raised when the Trainer is made.
+            batch: rows of a step, for `budget`; default: ``per_device_train_batch_size``.
+            seq: tokens in a row, for `budget`; default: TRL's ``max_length``, or the default of `memopt.patch`.
             max_tokens: as in `memopt.sampling.GradientMemoryCallback`.
             release_gradients: step each parameter in backward and free its gradient (`memopt.release_gradients`).
-                When training begins, settings that need all gradients at once are errors: ``max_grad_norm``, which is
-                1.0 by default, accumulation, fp16, several processes.
+                Settings that need all gradients at once then raise an error when training begins: ``max_grad_norm``
+                (1.0 by default), accumulation, fp16, several processes.
         """
         self._releases = release_gradients
         self._patching = Patching(recipe, inputs, budget, batch, seq)
@@ -95,7 +94,7 @@ class TrainerCallback(transformers.TrainerCallback):
             _check_released(args)
             optimizer = kwargs["optimizer"]
             self._release = release_gradients(getattr(optimizer, "optimizer", optimizer))
-        if not is_patched(model):  # the one of `model_init`
+        if not is_patched(model):  # it was built by `model_init`
             _check_untouched(model, args)
             self._patch(model, args, state)
         if state.is_local_process_zero:
@@ -136,7 +135,7 @@ def _check_untouched(model: nn.Module, args: Any) -> None:
 def _check_released(args: Any) -> None:
     """
     Raises:
-        ModelError: the arguments ask for something that needs all gradients at once.
+        ModelError: a training argument needs all gradients at once.
     """
     asked = {
         f"max_grad_norm={args.max_grad_norm} (use max_grad_norm=0)": args.max_grad_norm,

@@ -1,4 +1,4 @@
-"""Rewrites of a live module: one file a rewrite, all instance-level and reversible.
+"""Rewrites of live modules: one folder for each patch. Every rewrite changes one module instance and can be undone.
 
-`apply` carries a plan out and undoes it; `swap` is how a module gets another forward without losing anything.
+`apply` carries out a plan and undoes it; `swap` gives one module another forward and keeps everything else of it.
 """

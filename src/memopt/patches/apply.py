@@ -1,4 +1,4 @@
-"""Carry a plan out on a live model, and undo it."""
+"""Apply a plan to a live model, and undo it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from memopt.patches.scope import ScopeRewrite, patch_scope
 from memopt.patches.scopes import choose_scopes
 from memopt.patches.swap import is_swapped, replaced_by, unswap
 
-#: What :attr:`Applied.done` calls modules that do nothing but run in a scope.
+#: Key in :attr:`Applied.done` of modules that no patch rewrote and that only run in a scope.
 SCOPE = "scope"
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What :func:`apply` did."""
+    """The result of :func:`apply`."""
 
     plan: PlanView
-    """What was done: the plan, in which the sites that were refused are left."""
+    """The plan as it was carried out: refused sites are marked as not rewritten."""
     done: Mapping[str, tuple[str, ...]]
     """Patch -> names of the modules that it changed."""
     refused: tuple[tuple[str, str], ...]
-    """(module, reason) of planned rewrites that the module itself did not admit."""
+    """(module, reason) of planned rewrites that were refused because the live module does not admit them."""
 
     @property
     def patched(self) -> int:
@@ -42,8 +42,8 @@ def apply(model: nn.Module, plan: PlanView, *, folded: Collection[str] = ()) -> 
 
     Args:
         model: the model that `plan.sites` describes (same module names).
-        plan: what to do. Norms planned to be folded are shared here: folding is a matter of checkpoints.
-        folded: names of norms whose affine has already been folded away in the weights that `model` holds.
+        plan: the rewrites. Norms that it folds are only shared here, because folds change checkpoints.
+        folded: names of norms whose affine is already folded into other weights of `model`.
     """
     live = _Live(model, dict(model.named_modules()), plan, folded, choose_scopes(plan))
     with hooks_lifted(model):
@@ -87,7 +87,7 @@ class _Live:
                 name, "accelerate loads its weights only for its own call, and they get no gradient", patch
             )
         try:
-            # The proof of a scope, which holds a whole block, is not by values.
+            # A scope is not checked against parameter values, so the weights of its whole block stay partitioned.
             with nullcontext() if patch == SCOPE else gathered(self.modules[name]):
                 rewrite(self.modules[name], *arguments, **options)
             self.rewritten.setdefault(patch, []).append(name)
@@ -99,7 +99,7 @@ class _Live:
 
 
 def undo(model: nn.Module) -> int:
-    """Give every patched module of `model` its stock forward back; returns how many there were."""
+    """Give every patched module of `model` its stock forward back; returns the number of these modules."""
     swapped = [module for module in model.modules() if is_swapped(module)]
     with hooks_lifted(model):
         for module in swapped:
@@ -108,5 +108,5 @@ def undo(model: nn.Module) -> int:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether any module of `model` runs memopt's forward."""
+    """Whether any module of `model` runs a forward of memopt's."""
     return any(is_swapped(module) and replaced_by(module) is None for module in model.modules())

@@ -1,8 +1,8 @@
-"""What a patch is: one way to save fewer bytes for backward, in a folder of its own, behind one registered object.
+"""The interface of a patch: one way to save fewer bytes for backward, in its own folder, with one registered object.
 
 A patch does three things. It *decides*: `rules`, `propose`, `decide`, `notes`. It *applies* the decisions to a live
-model: `apply`, `finish`; the state of each rewritten module undoes the rewrite (`memopt.patches.swap`). And it says
-what it does inside the *scopes* of a model: `scope`. Methods that only some patches have are in
+model: `apply`, `finish`; the state of each rewritten module undoes the rewrite (`memopt.patches.swap`). And it
+describes its effect inside the *scopes* of a model: `scope`. Methods that only some patches have are in
 `memopt.patches.capabilities`.
 
 Neither this file nor a patch's registered object (`patches/NAME/patch.py`) imports torch. Code for live models is in
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from memopt.saved.slots import Compression
     from memopt.walk.sites import Sites
 
-#: What a patch's rules do to gradients: nothing beyond rounding, a bounded error, or noise without bias.
+#: Effect of a patch's rules on gradients: nothing beyond rounding, a bounded error, or unbiased noise.
 Effect = Literal["exact", "approximate", "sampled"]
-#: The value of a key that is off, whatever its patch.
+#: The value that switches a recipe key off, for every patch.
 OFF = "none"
-#: The action of a site that is not rewritten, whatever its patch.
+#: The action of a site that is not rewritten, for every patch.
 LEFT = "keep"
-#: The action of a site that is not rewritten and reads a recomputed input: it saves no input of its own.
+#: The action of a site that is not rewritten, but whose input is recomputed: it saves no input of its own.
 READS = "read recomputed"
 EXCLUDED = "excluded by the recipe's targets or ignore"
 
@@ -44,16 +44,16 @@ class Strict(BaseModel):
 
 
 class Rules(Strict):
-    """The part of a recipe for one patch.
+    """The settings of one patch in a recipe.
 
-    A patch may extend the rules of an earlier patch: a subclass of them, under the same key, replaces them.
+    A patch may extend the rules of an earlier patch: a subclass of its rules class, under the same key, replaces it.
     """
 
     key: ClassVar[str]
-    """Of a recipe."""
-    #: Field -> its old spellings, as memopt.json files of older versions have them.
+    """The recipe key that holds these rules."""
+    #: Field -> old value -> today's value, for memopt.json files of older versions.
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    #: The key's old name, and removed fields, in such files.
+    #: The old name of the key, and removed fields, in memopt.json files of older versions.
     old_key: ClassVar[str] = ""
     old_fields: ClassVar[frozenset[str]] = frozenset()
 
@@ -63,12 +63,12 @@ class Rules(Strict):
 
     @property
     def effect(self) -> Effect:
-        """What the rules do to gradients."""
+        """The effect of the rules on gradients."""
         return "exact"
 
     @property
     def folds(self) -> bool:
-        """Whether they change the weights of a checkpoint."""
+        """Whether the rules change the weights of a checkpoint."""
         return False
 
     @property
@@ -77,12 +77,12 @@ class Rules(Strict):
         return False
 
     def in_memory(self) -> Mapping[str, str]:
-        """The fields that differ for a model in memory, whose weights do not change."""
+        """Field -> value to use for a model in memory, because its weights are not changed."""
         return {}
 
 
 def one_or_more(*words: str) -> BeforeValidator:
-    """Turn a single pattern into a tuple of one, and a list (from JSON) into a tuple; `words` stay as they are."""
+    """Turn one pattern into a tuple of one, and a list (from JSON) into a tuple; leave the strings in `words` alone."""
 
     def as_tuple(value: Any) -> Any:
         if isinstance(value, list):
@@ -110,17 +110,17 @@ R = TypeVar("R", bound=Rules)
 
 
 class RecipeView(Protocol):
-    """What a patch sees of a recipe."""
+    """The interface of a recipe that patches use."""
 
     @property
     def name(self) -> str: ...
     @property
     def description(self) -> str: ...
     def rules(self, kind: type[R]) -> R:
-        """The rules of that kind; their defaults if the recipe has none."""
+        """The recipe's rules of class `kind`; the default rules if the recipe has none."""
 
     def is_off(self, key: str) -> bool:
-        """Whether the rules of a key are off, or no patch has them."""
+        """Whether the rules under `key` are off, or no patch has rules under that key."""
 
     def selects(self, name: str) -> bool:
         """Whether the module `name` may be rewritten."""
@@ -130,7 +130,7 @@ class RecipeView(Protocol):
 
 
 class PlanView(Protocol):
-    """What a patch sees of a plan; while decisions are made, the decisions before its own."""
+    """The interface of a plan that patches use; a patch that decides gets the decisions of the patches before it."""
 
     @property
     def recipe(self) -> RecipeView: ...
@@ -141,21 +141,21 @@ class PlanView(Protocol):
     @property
     def refusals(self) -> tuple[Entry, ...]: ...
     def chosen(self, kind: str, *actions: str) -> tuple[Any, ...]:
-        """Sites of a kind whose action is one of `actions`; without any, all that are rewritten."""
+        """Sites of a kind whose action is one of `actions`; all rewritten sites of the kind if no action is given."""
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Kind -> action -> number of sites."""
 
     @property
     def done(self) -> str:
-        """How many sites of each kind are rewritten, as one phrase."""
+        """The number of rewritten sites of each kind, as one phrase."""
 
     def left(self, kind: str, module: str, reason: str) -> PlanView:
-        """The plan with the rewrite of `module` as a site of `kind` refused."""
+        """The plan in which `module`, as a site of `kind`, is not rewritten; its row then gives this `reason`."""
 
 
 class Live(Protocol):
-    """A model while a plan is carried out on it."""
+    """A model while a plan is applied to it."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -165,117 +165,117 @@ class Live(Protocol):
     def plan(self) -> PlanView: ...
     @property
     def folded(self) -> Collection[str]:
-        """Names of modules whose affine has been folded away in the weights that the model holds."""
+        """Names of modules whose affine is already folded into other weights of the model."""
 
     @property
     def scopes(self) -> Mapping[str, ScopeRewrite]:
-        """Module -> the scope that it will be."""
+        """Module name -> the scope in which the module will run."""
 
     def done(self, patch: str) -> Collection[str]:
         """Names of the modules that `patch` has rewritten so far."""
 
     def attempt(self, patch: str, name: str, rewrite: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        """Call `rewrite` on the module `name`; a ValueError is a refusal, and its text the reason."""
+        """Call `rewrite` on the module `name`; if it raises ValueError, note a refusal with the error's text."""
 
     def refuse(self, name: str, reason: str) -> None:
-        """Note a part of the rewrite of module `name` that could not be done."""
+        """Note that a part of the rewrite of module `name` could not be done."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the decisions of a patch stand in the coverage table: a row for each site."""
+    """The wording of a patch's rows in the coverage table, one row for each site."""
 
     kind: str
     actions: Mapping[str, str]
-    """Action -> the participle that counts sites with it, in order."""
+    """Action -> the participle in its count ('12 shared'), in the order of output."""
     noun: str = ""
     plural: str = ""
-    """Both empty if these rows revise rows of another patch."""
+    """`noun` and `plural` are empty if these rows revise rows of another patch."""
     fold: str | None = None
     """The action that changes a checkpoint's weights."""
     unfolded: str = LEFT
-    """The action if a checkpoint's files do not allow a fold."""
+    """The action that replaces `fold` where a checkpoint's files do not allow it."""
     are_selected: bool = True
-    """Whether ``targets`` and ``ignore`` of a recipe choose among the sites."""
+    """Whether a recipe's ``targets`` and ``ignore`` apply to these sites."""
 
 
 @dataclass(frozen=True)
 class InScopes:
-    """What a patch does inside scopes (`memopt.patches.scopes`)."""
+    """The effect of a patch inside scopes (`memopt.patches.scopes`)."""
 
     families: frozenset[str] = frozenset()
     """Families of recompute rules (`memopt.recompute.rules`) that hold in every scope."""
     outside: Collection[str] = ()
-    """Modules that should be scopes if they are outside of blocks."""
+    """Modules that get a scope of their own, unless they are inside a block."""
     excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Modules inside scopes -> families that do not hold in them."""
     modes: Mapping[str, Mode] = field(default_factory=dict)
-    """Module -> the context around each call of it, with and without gradients, if it is a scope."""
+    """Module with a scope -> the context entered around each of its calls, with and without gradients."""
     prepare: Callable[[str], Callable[[nn.Module], None] | None] | None = None
-    """Name of a scope that may stay closed -> a function that is called with its module when the linears inside are
-    new."""
+    """Name of a scope's module -> a function of that module, called when linears inside were exchanged (first call
+    included). Unused where scopes are always open."""
     compression: Compression | None = None
     """How saved tensors that are not recomputed are stored."""
     compressed: Collection[str] = ()
-    """Modules whose saved tensors are stored so."""
+    """Modules whose saved tensors `compression` stores."""
     exchanges: bool = False
-    """Whether saved tensors are exchanged when a scope ends: then it sees every reader, and is always open."""
+    """Whether saved tensors are exchanged when a scope ends. Scopes are then always open, to see every reader."""
 
 
 class Patch:
-    """One way to save fewer bytes. Subclasses override what they need; every default does nothing."""
+    """One way to save fewer bytes. Subclasses override the methods that they need; the defaults do nothing."""
 
     name: ClassVar[str]
-    """That of its folder."""
+    """The name of the patch's folder."""
     after: ClassVar[tuple[str, ...]] = ()
-    """Patches whose decisions it reads, or whose rows stand above its own; any of them may be missing."""
+    """Patches whose decisions this one reads, or whose rows stand above its rows; any of them may be missing."""
     requires: ClassVar[tuple[str, ...]] = ()
-    """Folders of `patches/` and `kernels/`, beside its own and those in `after`, whose code or words it uses."""
+    """Folders of `patches/` and `kernels/` whose code or words it uses, beside its own folder and those in `after`."""
     rows: ClassVar[Rows | None] = None
-    """None if it has no rows in the coverage table."""
+    """None if the patch has no rows in the coverage table."""
     rules: ClassVar[type[Rules] | None] = None
-    """None if it obeys the rules of other patches."""
+    """None if the patch has no rules of its own; it may follow the rules of other patches."""
 
     # --- decide: no torch --------------------------------------------------------------------------------------------
 
     def propose(self, sites: Sites) -> Iterable[tuple[str, Any]]:
-        """(name, site) of each place that it may rewrite; each becomes a row."""
+        """(name, site) of each place that the patch may rewrite; each becomes a row."""
         return ()
 
     def decide(self, site: Any, plan: PlanView) -> tuple[str, str] | None:
-        """The action for a site, and the reason; None if the recipe says nothing of such sites."""
+        """The action for a site, and the reason; None if sites of this kind get no row under the recipe."""
         raise NotImplementedError
 
     def decisions(self, plan: PlanView) -> Iterator[Entry]:
-        """A row for each proposed site; it replaces a row that `plan` has for the same site."""
+        """A row for each decided site; it replaces a row that `plan` already has for that site."""
         for name, site in self.propose(plan.sites):
             if self.rows is not None and (decided := self.decide(site, plan)) is not None:
                 yield Entry(self.rows.kind, name, *decided)
 
     def notes(self, plan: PlanView) -> Iterator[str]:
-        """Sentences for the user of the plan: a price, a pattern of the rules that matches nothing."""
+        """Sentences for the user of the plan, such as a cost or a pattern in the rules that matches no module."""
         return iter(())
 
     # --- scope -------------------------------------------------------------------------------------------------------
 
     def scope(self, plan: PlanView) -> InScopes:
-        """What it does inside scopes."""
+        """The patch's effect inside scopes."""
         return InScopes()
 
     # --- apply, on a live model --------------------------------------------------------------------------------------
 
     def apply(self, live: Live) -> None:
-        """Rewrite the chosen sites. Each rewrite proves on the module itself that it is what its site says."""
+        """Rewrite the chosen sites. Each rewrite first checks that the live module is what its site describes."""
 
     def finish(self, live: Live) -> None:
-        """Called after every patch has been applied and the scopes exist."""
+        """Called after every patch has been applied and the scopes have been set."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of ``targets`` or ``ignore`` names the module `name`."""
+    """Whether a pattern of ``targets`` or ``ignore`` matches the module `name` or the end of that dotted name."""
     return fnmatchcase(name, pattern) or name.endswith("." + pattern) or name == pattern
 
 
 def any_matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of `patterns` names the module `name`."""
+    """Whether one of `patterns` matches the module `name`."""
     return any(matches(name, pattern) for pattern in patterns)

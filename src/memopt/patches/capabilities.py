@@ -1,6 +1,6 @@
-"""Methods that only some patches have: a patch inherits the classes that it needs.
+"""Methods that only some patches have, in classes that a patch inherits.
 
-`memopt.patches.registry.having` finds the patches by such a class.
+`memopt.patches.registry.having` returns the patches that inherit one of these classes.
 """
 
 from __future__ import annotations
@@ -21,63 +21,63 @@ if TYPE_CHECKING:
 
 
 class Levels:
-    """What single blocks and the head may have beyond a recipe. No torch."""
+    """Levels that single blocks, and settings that the head, may have beyond a recipe. No torch."""
 
     runs_again: bool = False
-    """Whether a block at one of these levels runs its forward again, so that :meth:`narrower` is about it."""
+    """Whether a block at one of these levels runs its forward again; settings of `narrower` apply to such blocks."""
 
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-        """Level, in words -> block that can have it -> the names for its settings. At a level a block saves less than
-        under `plan`, exactly and for more work. Each level saves less than the one before."""
+        """Level, in words -> block that can have it -> the names for its settings. A level saves fewer bytes than
+        `plan` and than the level before it, with exact gradients and more work."""
         return {}
 
     def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-        """Settings (KEY=VALUE) under which the names in `chosen` have their levels, and no other block has any."""
+        """Settings (KEY=VALUE) that give the names in `chosen` their levels, and no level to any other block."""
         return ()
 
     def narrower(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
-        """Exact ways in which a block that runs again needs less at once for about the same work, in words -> their
-        settings (KEY=VALUE)."""
+        """Name, in words -> settings (KEY=VALUE) with which a block that runs again has a lower peak. Gradients stay
+        exact, and the work is about the same."""
         return {}
 
     def faster(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
-        """Exact ways with less work than `plan` that save more bytes, in words -> their settings (KEY=VALUE)."""
+        """Name, in words -> settings (KEY=VALUE) with less work than `plan`, more saved bytes and exact gradients."""
         return {}
 
 
 class EngineSettings:
-    """A recipe in the settings of training engines. No torch."""
+    """A recipe translated to the settings of training engines. No torch."""
 
     def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:
-        """``gradient_checkpointing`` (``some`` or ``all`` of `blocks`, the model's), ``attn_implementation``."""
+        """``gradient_checkpointing`` (``some`` or ``all`` of the model's `blocks`), ``attn_implementation``."""
         return {}
 
 
 @dataclass(frozen=True)
 class Output:
-    """What one call of a module returned."""
+    """Size of the tensor that one call of a module returned."""
 
     rows: int
-    """Elements of all dimensions but the last."""
+    """Product of all dimensions but the last."""
     width: int
     itemsize: int
 
 
 @dataclass(frozen=True)
 class Saves:
-    """What modules save for backward under a plan."""
+    """Limits on the bytes that modules save for backward under a plan."""
 
     own: Mapping[str, int] = field(default_factory=dict)
-    """Module that the patch rewrites -> the most bytes of its own results that it saves. A module that is not named may
-    save as much as the stock module."""
+    """Module that the patch rewrites -> upper limit of the bytes that it saves of its own results. A module without an
+    entry may save as much as the stock module."""
     recomputed: Collection[str] = ()
-    """Modules inside blocks whose output no linear saves, since it is recomputed."""
+    """Modules inside blocks whose output is recomputed, so that no linear saves it."""
     unsaved: Collection[str] = ()
-    """Modules whose output nobody saves, since it is recomputed."""
+    """Modules whose output is recomputed, so that no operation saves it."""
 
 
 class Trial(Protocol):
-    """A checkpoint on which a patch measures: its models, and a training step on a probe batch."""
+    """A checkpoint that a patch measures: its stock and patched models, and a training step on a probe batch."""
 
     @property
     def source(self) -> str | Path: ...
@@ -85,78 +85,78 @@ class Trial(Protocol):
     def recipe(self) -> RecipeView: ...
     @property
     def probe(self) -> str:
-        """What the batch is, in words; once there was a step."""
+        """Description of the batch; empty before the first step."""
 
     def stock(self) -> nn.Module: ...
     def patched(self, *settings: str) -> nn.Module:
-        """The patched model in fp32, with keys of its recipe changed."""
+        """The patched model in fp32, under its recipe with these settings (KEY=VALUE) changed."""
 
     def plan(self, model: nn.Module) -> PlanView: ...
     def step(self, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of the probe batch, in fp32; eval mode."""
+        """Loss and gradients of the probe batch, in fp32 and eval mode."""
 
 
 class Checks:
-    """Checks of `memopt verify` beside those of outputs and gradients."""
+    """Checks of `memopt verify` beside its comparison of outputs and gradients."""
 
     def saves(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Saves:
-        """What its modules save, given the outputs of each module in the stock model."""
+        """Limits on what the patch's modules save, given the outputs of each module in the stock model."""
         return Saves()
 
     def frees(self, plan: PlanView) -> Collection[str]:
-        """Modules whose forward frees intermediate results that the stock one saves."""
+        """Modules whose patched forward frees intermediate results that the stock forward saves."""
         return ()
 
     def checks(self, trial: Trial) -> Iterable[Check]:
-        """Checks of the gradient, beside its size and error."""
+        """Checks of the gradient, beside the checks of its size and error."""
         return ()
 
     def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterable[Check]:
-        """Checks of the patch's own modules among `modules`, those of a model in a wide dtype.
+        """Checks of the patch's own modules among `modules`, which belong to a model in a wide dtype.
 
         Args:
-            limit: the largest relative difference that its roundings explain.
+            limit: the largest relative difference that rounding in that dtype explains.
         """
         return ()
 
     def farthest(self, recipe: RecipeView) -> tuple[str, ...]:
-        """Settings (KEY=VALUE) under which an approximate recipe is as far off as it can be."""
+        """Settings (KEY=VALUE) that switch on every approximation of an approximate recipe."""
         return ()
 
     def repeatable(self, recipe: RecipeView) -> tuple[str, ...]:
-        """Settings under which two runs have the same error: no random numbers except for sampled gradients."""
+        """Settings (KEY=VALUE) with which only sampled gradients draw random numbers, so that other errors repeat."""
         return ()
 
     def on_few_tokens(self, recipe: RecipeView) -> tuple[str, ...]:
-        """Settings under which the method acts on a batch as small as a check's, as it does on a large one."""
+        """Settings (KEY=VALUE) with which the method also acts on the small batch of a check."""
         return ()
 
     def derivative_errors(self, model: nn.Module) -> AbstractContextManager[list[float]]:
-        """Inside, the relative errors of derivatives that the patched modules of `model` make, as they run."""
+        """Inside, a list that grows by the relative error of each approximate derivative as modules of `model` run."""
         return nullcontext([])
 
 
 class Section(Protocol):
-    """What a patch adds to a report."""
+    """A section that a patch adds to a report."""
 
     @property
     def key(self) -> str:
-        """Its field of the JSON document."""
+        """The section's field in the JSON document."""
 
     def lines(self) -> Iterable[str]: ...
     def to_dict(self) -> dict[str, Any]: ...
 
 
 class Reports:
-    """What a report says of a model beside its plan and its bytes."""
+    """Statements of a patch about a model in reports and summaries, beside plan and bytes."""
 
     section: ClassVar[str | None] = None
     """The field that `report` adds to a report's JSON document."""
 
     def report(self, trial: Trial, *, trains_all: bool, note: Callable[[str], None]) -> Section | None:
-        """What `memopt report` says beside the bytes."""
+        """The patch's section of `memopt report`; None for no section."""
         return None
 
     def remarks(self, model: nn.Module) -> Iterable[str]:
-        """What `memopt.summary` says of a patched model beside the plan: settings of the model since then."""
+        """Sentences of `memopt.summary` about a patched model beside the plan, on later settings of the model say."""
         return ()

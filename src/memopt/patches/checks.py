@@ -1,4 +1,4 @@
-"""What one check of a verification found."""
+"""The result of one check of a verification."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Check:
 
     @property
     def excess(self) -> float:
-        """`value` over its limit; infinite for NaN."""
+        """`value` divided by its threshold (`value` itself without one); infinite for NaN."""
         value = self.value or 0.0
         if math.isnan(value):
             return math.inf
@@ -55,7 +55,7 @@ def limited(
     *,
     level: Level | None = None,
 ) -> Check:
-    """A check that passes up to `limit`, and fails above it and for NaN; the first part of `id` is its level."""
+    """A check that passes up to `limit`, and fails above it and for NaN; `level` defaults to the first part of `id`."""
     level = level or _level_of(id)
     status: Status = "pass" if value <= limit else "fail"
     return Check(id, level, subject, status, metric, value, limit, reason, reference, n, detail)
@@ -67,7 +67,7 @@ def skipped(id: str, subject: str, why: str) -> Check:
 
 
 def worst_of_each(checks: Iterable[Check]) -> list[Check]:
-    """Of the checks with one id that which is furthest over its limit."""
+    """The worst check of each id: failures first, then warnings, then the largest :attr:`Check.excess`."""
     found: dict[str, Check] = {}
     for check in checks:
         worst = found.setdefault(check.id, check)
@@ -85,7 +85,7 @@ def _level_of(id: str) -> Level:
 
 
 def ratio_status(value: float, passes: float, warns: float) -> Status:
-    """pass up to `passes`, warn up to `warns`, fail above and for NaN."""
+    """``pass`` up to `passes`, ``warn`` up to `warns`, ``fail`` above that and for NaN."""
     if value <= passes:
         return "pass"
     return "warn" if value <= warns else "fail"

@@ -1,13 +1,13 @@
-"""What patched modules do while torch.compile traces them.
+"""Behaviour of patched modules while torch.compile traces them.
 
-They run their stock forward, so the graph is that of the stock model, whole and visible to the compiler. What it saves
-for backward is decided by PyTorch's partitioner, a minimum cut through the joint graph of forward and backward. By
-default it saves the output of a norm, of an activation or of a gated product beside what these are computed from, since
-a product in backward reads it. Here it is told that every elementwise result may be recomputed, in this graph alone.
-Then it saves what eager memopt saves. No product is computed twice.
+They run their stock forward, so the compiler gets the whole graph of the stock model. PyTorch's partitioner chooses the
+tensors that are saved for backward, by a minimum cut through the joint graph of forward and backward. By default it
+saves the output of a norm, of an activation or of a gated product beside the inputs of that operation, because a matrix
+product in backward reads the output. This module lets the partitioner recompute every elementwise result, in the traced
+graph alone. The graph then saves the same tensors as eager memopt. No matrix product is computed twice.
 
-Such a cut saves the terms of a sum as gladly as the sum. Along a residual stream that would keep no bytes more, but
-backward would begin with recomputing the whole stream and hold all of it. So sums of two computed tensors are saved.
+A minimum cut may save the terms of a sum in place of the sum. Along a residual stream that saves no more bytes, but
+backward would first recompute the whole stream and hold all of it. So sums of two computed tensors are always saved.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _COPIES = (
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_being_compiled(off: str = "") -> bool:
-    """Called by a patched forward that torch.compile traces; always true.
+    """Called by a patched forward that torch.compile traces; always returns True.
 
     Args:
-        off: what is otherwise in compiled code than in eager mode, as a clause, and perhaps what to do; a warning says
-            it once. Empty where compiled code saves as little.
+        off: text of a warning, given once: a clause about the difference between compiled code and eager mode, and
+            perhaps a remedy. Empty where compiled code saves as little as eager mode.
     """
     partition_traced_graph(keep_sums)
     if off:
@@ -48,13 +48,13 @@ def is_being_compiled(off: str = "") -> bool:
 
 
 def keep_sums(graph: Graph) -> None:
-    """Forbid to recompute sums of tensors that come from different products, attentions or embeddings."""
+    """Forbid the partitioner to recompute sums of tensors from different products, attentions or embeddings."""
     for node in sums(graph):
         keep_result(node)
 
 
 def sums(graph: Graph) -> Iterator[Node]:
-    """Sums of two tensors of the result's size that are no elementwise functions of the same tensors."""
+    """Sums and differences of two tensors, each made from a tensor of the result's size that the other does not use."""
     sources: dict[Node, frozenset[Node]] = {}
     for node in graph.nodes:
         terms = [sources[term] for term in node.all_input_nodes]

@@ -1,4 +1,4 @@
-"""Modules whose forward runs inside function modes, which see the functions that it calls."""
+"""Modules whose forward runs inside torch function modes, which see the functions that the forward calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Mode = Callable[[nn.Module, Sequence[Any]], AbstractContextManager[object]]
 
 
 class FollowingMode(TorchFunctionMode):
-    """A mode that gives results of a module's own code other nodes, for the readers that save them in a scope too."""
+    """A mode that gives results of a module's own code other autograd nodes. It does not see how a scope packs them."""
 
     def __enter__(self) -> Any:
         self._packing = packing_unseen() if in_a_scope() else nullcontext()
@@ -33,9 +33,9 @@ class FollowingMode(TorchFunctionMode):
 
 
 def may_follow(module: nn.Module) -> bool:
-    """Whether such a mode may be active in a call of `module`.
+    """Whether a :class:`FollowingMode` may be active in a call of `module`.
 
-    Not where a hook inside may capture a result: the gradient of what is made of it would not come to it.
+    It may not if a hook inside may capture an intermediate result: gradients could then bypass that tensor.
     """
     if steps_aside() or (has_any_global_hook() and not is_observed()):
         return False
@@ -44,10 +44,10 @@ def may_follow(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class FunctionsRewrite:
-    """What such a module knows."""
+    """State of a module that runs inside function modes."""
 
     modes: tuple[Mode, ...]
-    """Outermost first."""
+    """The modes, the outermost first."""
 
 
 def patch_functions(module: nn.Module, mode: Mode) -> None:
@@ -60,12 +60,12 @@ def patch_functions(module: nn.Module, mode: Mode) -> None:
 
 
 def has_modes(module: nn.Module) -> bool:
-    """Whether `module` runs inside modes, and is not rewritten otherwise."""
+    """Whether `module` was rewritten by :func:`patch_functions`."""
     return is_swapped(module) and isinstance(swap_state(module), FunctionsRewrite)
 
 
 def without_modes(module: nn.Module) -> tuple[Mode, ...]:
-    """The modes that `module` ran inside, for a rewrite in the place of this one."""
+    """Undo :func:`patch_functions` and return the modes, for another rewrite of `module`; () if it has no modes."""
     if not has_modes(module):
         return ()
     modes: tuple[Mode, ...] = swap_state(module).modes  # type: ignore[attr-defined]
@@ -82,5 +82,5 @@ def run_inside(modes: tuple[Mode, ...], run: Callable[..., Any], module: nn.Modu
     """``run(module, *args, **kwargs)`` inside `modes`."""
     if not modes:
         return run(module, *args, **kwargs)
-    with modes[0](module, (*args, *kwargs.values())):  # a stack of contexts would break a graph that is being compiled
+    with modes[0](module, (*args, *kwargs.values())):  # recursive, because an ExitStack would break a compiled graph
         return run_inside(modes[1:], run, module, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Folded affines: an identity that is neither trained nor decayed, and keeps its name in checkpoints."""
+"""Affines of folded norms: an identity in buffers, which are neither trained nor decayed and keep their names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 from memopt.walk.sites import NormSite
 
-#: (name, requires_grad) of the identity parameters that became buffers.
+#: (name, requires_grad) of each identity parameter that became a buffer.
 Frozen = tuple[tuple[str, bool], ...]
 
 
 @contextlib.contextmanager
 def freezing(module: nn.Module, folded: NormSite | None) -> Iterator[Frozen]:
-    """Make the affine of a `folded` norm persistent buffers if it is the identity; undone on an error."""
+    """Turn the affine of a `folded` norm into persistent buffers if it is the identity; undone on a ValueError."""
     frozen = _freeze(module, folded) if folded is not None else ()
     try:
         yield frozen
@@ -40,7 +40,7 @@ def _freeze(module: nn.Module, site: NormSite) -> Frozen:
 
 
 def thaw(module: nn.Module, frozen: Frozen) -> None:
-    """Make them parameters again."""
+    """Turn the `frozen` buffers of `module` into parameters again."""
     for name, requires_grad in frozen:
         tensor = getattr(module, name)
         delattr(module, name)

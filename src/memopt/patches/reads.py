@@ -1,7 +1,7 @@
-"""The attributes that a module's forward reads, found by one run of a copy, and whether they have changed.
+"""The attributes that a module's forward reads, found by running a copy, and a check whether they have changed.
 
-A patched forward was proved against the stock forward at one time. If an attribute, a method or a tensor that the stock
-forward reads has changed since, the proof no longer holds, and the module runs its stock forward.
+A patched forward was compared with the stock forward once, when the module was patched. If an attribute, a method or a
+tensor that the stock forward reads has changed since, the module runs its stock forward.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ import torch
 from torch import Tensor, nn
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-#: Of PyTorch's modules, of ours, and what transformers notes when it has drawn the weights of a module.
+#: Ignored attributes: those of every nn.Module, memopt's, and marks that transformers and accelerate set on modules.
 _INTERNAL = frozenset(vars(nn.Module())) | {"_memopt", "_memopt_reads", "_is_hf_initialized", "_old_forward"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, nn.Module)
-#: Values inside a list or an object that are compared at each call, at most.
+#: The most values inside one list or object that are compared at each call.
 _MOST_LEAVES = 64
 
 
 class Missing:
-    """Stands for an attribute that is not there. The class itself is used: it survives copies and pickles."""
+    """Stands for the value of a missing attribute. The class itself is used: it survives copies and pickles."""
 
 
 class Reads:
-    """What the forward of one module read. Nothing here refers to the module itself, which refers to this."""
+    """The values that the forward of one module read. It holds no reference to the module, which refers to it."""
 
     def __init__(self, values: Iterable[tuple[Any, ...]] = (), tensors: Iterable[list[Any]] = ()) -> None:
-        """Values are (owner, None for the module; table in it; name; value; leaves of a value that may be changed in
-        place, else None), of children, settings and classes too.
+        """`values` are (owner, None for the module; its table or None; name; value; leaves of a value that may be
+        changed in place, else None). Owners may also be child modules, settings and classes.
 
-        Tensors are [owner, name, value, whether it is trained, the tensor last seen to have it, stamp of that].
+        `tensors` are [owner, name, copy of the value, `requires_grad`, tensor last seen with that value, its stamp].
         """
         self.values = [each if each[3:] else (*each, vars(each[0]).get(each[2], Missing), None) for each in values]
         self.tensors = list(tensors)
 
     def hold(self, module: nn.Module) -> bool:
-        """Whether `module` still has these values. It reads only tensors that were written to."""
+        """Whether `module` still has these values. Only tensors that were replaced or written to are compared."""
         own = module.__dict__
         for owner, table, name, value, leaves in self.values:
             held = own if owner is None else owner.__dict__
@@ -58,13 +58,13 @@ class Reads:
         return not self.tensors or all(_has_value(module, seen) for seen in self.tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Methods may have no importable name of their own, so they are looked up again.
+        # Methods may have no importable name, so unpickling looks the values of classes up again.
         return Reads, ([each[:3] if isinstance(each[0], type) else each for each in self.values], self.tensors)
 
     def add(self, key: Any, owner: Any, name: str, watched: Collection[int]) -> None:
-        """Note the value that `owner` has by `name`; `key` stands for it. What is inside `watched` ids is noted too."""
+        """Note the value of `name` in `owner`; the entry's owner is `key`. No leaves are noted of `watched` ids."""
         own = vars(owner)
-        name = getattr(owner, "attribute_map", {}).get(name, name)  # other names of a setting of transformers
+        name = getattr(owner, "attribute_map", {}).get(name, name)  # aliases of settings in a transformers config
         table = next((table for table in _TABLES if name in own.get(table, ())), None)
         value = (own if table is None else own[table]).get(name, Missing)
         cls = getattr(type(owner), "_memopt_original_class", type(owner))
@@ -90,12 +90,12 @@ def observed_reads(
     fresh: Collection[str] = (),
     children: Mapping[str, nn.Module] | None = None,
 ) -> Reads:
-    """What ``call(copy of module)`` reads of `module`, in train and in eval mode, and its own numbers and functions.
+    """The values that ``call(copy of module)`` reads in train and in eval mode, and the module's numbers and functions.
 
     Args:
-        call: runs the forward. Without it, or where it raises, all attributes of instances count as read.
-        fresh: names of what the patched forward itself looks up at every call.
-        children: stand-ins in the copy; they count as fresh.
+        call: runs the forward. If it is None or raises, all attributes of the module and of its children count as read.
+        fresh: names of attributes that the patched forward itself looks up at every call; they are left out.
+        children: modules that replace the copy's children of these names; the names are left out too.
     """
     reads, fresh = Reads(), {"forward", *fresh, *(children or ())}
     seen: list[tuple[Any, Any]] = []
@@ -108,7 +108,7 @@ def observed_reads(
             for mode in (True, False):
                 call(alone.train(mode))
         read = [(live, name) for copied, live in seen for name in _watches[id(copied)][1]]
-        # Another length or rank may take another branch.
+        # An input of another length or rank may take another branch, which reads other plain attributes.
         read += [(module, name) for name, value in vars(module).items() if isinstance(value, (*_PLAIN, *_CODE))]
     except Exception:  # a forward may raise anything
         called = [child for name, child in module.named_children() if name not in fresh]
@@ -133,7 +133,7 @@ def _is_same(now: Any, value: Any) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """The first values inside `value`, with the types of what holds them: what is changed in place shows here."""
+    """The first values inside `value`, and the types of their containers. They differ after a change in place."""
     leaves: list[Any] = []
     left = deque([value])
     while left and len(leaves) < _MOST_LEAVES:
@@ -160,7 +160,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _has_value(module: nn.Module, seen: list[Any]) -> bool:
-    """Whether a tensor still has its value; it is compared only if it was replaced or written to."""
+    """Whether a tensor still has its value; values are compared only if it was replaced or written to."""
     owner, name, value, is_trained, last, stamp = seen
     now = getattr(module if owner is None else owner, name, None)
     if not isinstance(now, Tensor) or now.requires_grad is not is_trained:
@@ -174,17 +174,17 @@ def _has_value(module: nn.Module, seen: list[Any]) -> bool:
 
 
 def _stamp(tensor: Tensor) -> tuple[int, int] | None:
-    """A stamp that changes if the memory is written to or exchanged; None for shards and tensors without memory."""
+    """(version, address), which change if the memory is written to or exchanged; None for other classes and meta."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
     return (tensor._version, tensor.data_ptr()) if is_plain else None
 
 
-#: id of a copy -> the copies made with it, and the names that were read of it, with the settings handed out for them.
+#: id of a copy -> (all (copy, original) made with it; names read from it -> the copied setting returned, else None).
 _watches: dict[int, tuple[list[tuple[Any, Any]], dict[str, Any]]] = {}
 
 
 def _watched(value: Any, seen: list[tuple[Any, Any]]) -> Any:
-    """A shallow copy of `value`, and of the modules inside it, that notes what is read from it."""
+    """A shallow copy of `value`, and of the modules inside it, that notes the names of attributes read from it."""
     watched = copy.copy(value)
     if watched is value:
         raise TypeError("it has no copies")
@@ -201,10 +201,10 @@ def _watched(value: Any, seen: list[tuple[Any, Any]]) -> Any:
 
 @functools.cache
 def _watching(cls: Any) -> type:
-    """A subclass of `cls` whose instances note what is read from them."""
+    """A subclass of `cls` whose instances note the names of attributes read from them."""
 
     def __getattribute__(self: Any, name: str) -> Any:
-        if id(self) in _watches and name in _TABLES:  # as containers of modules read them
+        if id(self) in _watches and name in _TABLES:  # nn.Sequential and other containers read the whole table
             _watches[id(self)][1].update(dict.fromkeys(vars(self).get(name, ())))
         if _is_internal(name) or id(self) not in _watches:
             return cls.__getattribute__(self, name)
@@ -214,7 +214,7 @@ def _watching(cls: Any) -> type:
             if isinstance(value, (*_CODE, Tensor)) or not hasattr(value, "__dict__"):
                 return value
             names[name] = value
-            with contextlib.suppress(Exception):  # settings: what is read of them counts as well
+            with contextlib.suppress(Exception):  # an object of settings: attributes read from it count as well
                 names[name] = _watched(value, seen)
         return names[name]
 

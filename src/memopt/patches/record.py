@@ -1,4 +1,4 @@
-"""The record of a patch, kept on the model itself, so copies and pickles have it too."""
+"""The record of the rewrites of a model, kept on the model itself, so that copies and pickles have it too."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Record:
-    """What was done to a model."""
+    """The plan that was applied to a model, and the refusals."""
 
     plan: PlanView
-    """The plan, with refused sites as not rewritten."""
+    """The plan, in which refused sites are marked as not rewritten."""
     refused: tuple[tuple[str, str], ...]
-    """(module, reason) of planned rewrites that the module itself did not admit."""
+    """(module, reason) of planned rewrites that were refused because the live module does not admit them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return self  # immutable
 
 
 def keep_record(model: nn.Module, record: Record) -> None:
-    """Keep `record` on `model`; it is no part of its state dict."""
+    """Keep `record` on `model`; the state dict does not contain it."""
     model.__dict__[_ATTRIBUTE] = record
 
 
 def record_of(model: nn.Module) -> Record | None:
-    """The record of `model`, or of a model that it wraps (PEFT, DDP)."""
+    """The record of `model`, or of a model inside it (PEFT and DDP wrap models); None without one."""
     return next((vars(module)[_ATTRIBUTE] for module in _recorded(model)), None)
 
 
 def warn_once(model: nn.Module, remarks: Iterable[str]) -> None:
-    """Log each of `remarks` on a patched model, or on what it wraps, the first time that it is given."""
+    """Log each of `remarks` once for a patched model, or for the patched model inside `model`."""
     for module in _recorded(model):
         said = _said.setdefault(module, set())
         for remark in remarks:
@@ -52,7 +52,7 @@ def warn_once(model: nn.Module, remarks: Iterable[str]) -> None:
 
 
 def drop_record(model: nn.Module) -> None:
-    """Forget what was done to `model`."""
+    """Remove the record of `model` and of models inside it."""
     for module in list(_recorded(model)):
         del vars(module)[_ATTRIBUTE]
         _said.pop(module, None)

@@ -1,4 +1,4 @@
-"""Every patch there is: one folder of `patches/` each, whose `patch.py` holds the registered object. No torch."""
+"""All patches: each is a folder of `patches/`, whose `patch.py` holds the registered object. No torch is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _watchers: list[Callable[[], None]] = []
 
 @cache
 def patches() -> tuple[Patch, ...]:
-    """All patches, each behind those that its `after` names: the order of rows, decisions and rewrites."""
+    """All patches, each behind the patches in its `after`: the order of rows, decisions and rewrites."""
     known = _shipped() | _registered
     ordered: dict[str, Patch] = {}
 
@@ -29,7 +29,7 @@ def patches() -> tuple[Patch, ...]:
         if patch.name in behind:
             raise ValueError(f"patches wait for one another: {' -> '.join((*behind, patch.name))}")
         for name in patch.after:
-            if name in known:  # the package works without any one of them
+            if name in known:  # any patch may be missing from the package
                 place(known[name], (*behind, patch.name))
         ordered.setdefault(patch.name, patch)
 
@@ -39,12 +39,12 @@ def patches() -> tuple[Patch, ...]:
 
 
 def having(capability: type[C]) -> tuple[C, ...]:
-    """The patches that have one of `memopt.patches.capabilities`."""
+    """The patches that inherit `capability`, a class of `memopt.patches.capabilities`."""
     return tuple(patch for patch in patches() if isinstance(patch, capability))
 
 
 def rows() -> dict[str, Rows]:
-    """Kind -> how its rows are shown, with the actions of every patch that decides such rows."""
+    """Kind -> wording of its rows, with the actions of every patch that decides rows of that kind."""
     found: dict[str, Rows] = {}
     for its in (patch.rows for patch in patches() if patch.rows is not None):
         first = found.setdefault(its.kind, its)
@@ -56,7 +56,7 @@ def register(package: str) -> Patch:
     """Add a patch from a folder of another project, e.g. ``"my_project.my_patch"``.
 
     Raises:
-        ValueError: there is a patch of that name, or one with that key of a recipe.
+        ValueError: another patch has that name, or has rules under that recipe key which this one does not extend.
     """
     patch = _patch_of(package)
     for other in patches():
@@ -68,7 +68,7 @@ def register(package: str) -> Patch:
 
 
 def _patch_of(package: str) -> Patch:
-    """The registered object of a folder; registers its probe, if it has one, with the walk."""
+    """The registered object of a folder; if the folder has a ``probe.py``, the walk will run it."""
     patch: Patch = import_module(f"{package}.patch").PATCH
     if find_spec(f"{package}.probe") is not None:
         PROBES.add(f"{package}.probe")
@@ -76,14 +76,14 @@ def _patch_of(package: str) -> Patch:
 
 
 def _has_key_of(patch: Patch, other: Patch) -> bool:
-    """Whether both have rules under one key, and `patch` does not extend those of `other`."""
+    """Whether both patches have rules under one key, and the rules of `patch` do not extend the rules of `other`."""
     if patch.rules is None or other.rules is None or issubclass(patch.rules, other.rules):
         return False
     return patch.rules.key == other.rules.key
 
 
 def unregister(patch: Patch) -> None:
-    """Take back :func:`register`."""
+    """Undo :func:`register`."""
     del _registered[patch.name]
     PROBES.discard(f"{type(patch).__module__.removesuffix('.patch')}.probe")
     _changed()
@@ -100,7 +100,7 @@ def _shipped() -> dict[str, Patch]:
     folders = sorted(module.name for module in pkgutil.iter_modules(memopt.patches.__path__) if module.ispkg)
     found = {}
     for folder in folders:
-        # A folder without a registered object is code that several patches use.
+        # A folder without `patch.py` holds code that several patches use.
         home = f"{memopt.patches.__name__}.{folder}"
         if any(module.name == "patch" for module in pkgutil.iter_modules(import_module(home).__path__)):
             try:
@@ -108,7 +108,7 @@ def _shipped() -> dict[str, Patch]:
             except ModuleNotFoundError as missing:
                 if str(missing.name).rpartition(".")[0] != memopt.patches.__name__:
                     raise
-                # It extends a patch whose folder is not there, and is nothing without it.
+                # This patch extends another one whose folder is missing, so it is left out too.
     return found
 
 

@@ -1,7 +1,7 @@
-"""Run a module in backward again as in its forward.
+"""Run a module again in backward, under the conditions of its forward.
 
-These are its weights, buffers and modes (:class:`Held`), the random numbers that it drew, autocast, and the function
-modes around it (:class:`Around`). Inputs and hooks are the caller's affair.
+These conditions are its weights, buffers and modes (:class:`Held`), its random numbers, autocast, and the function
+modes around it (:class:`Around`). Callers take care of inputs and hooks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from memopt.patches.swap import original_class
 from memopt.recompute.versions import changed_in_place, versions_of
 from memopt.torch_compat import no_dispatch
 
-#: What a module's forward goes by beside its tensors: whether it trains, and which of its adapters (PEFT) are on.
+#: Attributes that a module's forward depends on beside its tensors: train mode, and the active adapters (PEFT).
 MODES = ("training", "_active_adapter", "_disable_adapters")
-#: A table that holds a value (parameters, buffers or attributes of a module), and the value's name there.
+#: A table that holds a value (parameters, buffers or attributes of a module, say), and the value's key there.
 Slot = tuple[dict[Any, Any], Any]
 ABSENT = object()
 #: Types that may be changed in place, and types that are compared by value.
@@ -42,7 +42,7 @@ _active = _Active()
 
 
 class RepeatedMode(TorchFunctionMode):
-    """A mode without arguments, which :func:`active_modes` names while it is active in this thread."""
+    """A mode whose class takes no arguments. While it is active in this thread, :func:`active_modes` returns it."""
 
     def __enter__(self) -> Any:
         _active.modes.append(type(self))
@@ -54,13 +54,13 @@ class RepeatedMode(TorchFunctionMode):
 
 
 def active_modes() -> tuple[type[RepeatedMode], ...]:
-    """The function modes around a forward, outermost first."""
+    """Classes of the :class:`RepeatedMode` that are active in this thread, the outermost first."""
     return tuple(dict.fromkeys(_active.modes))
 
 
 @contextmanager
 def inside(modes: tuple[type[RepeatedMode], ...]) -> Iterator[None]:
-    """Inside, the modes are active that :func:`active_modes` returned in the forward."""
+    """Inside, new modes of these classes are active; :func:`active_modes` returned the classes in the forward."""
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode())
@@ -68,7 +68,7 @@ def inside(modes: tuple[type[RepeatedMode], ...]) -> Iterator[None]:
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """Parameters, buffers and modes of `module` and of those inside it."""
+    """Parameters, buffers and `MODES` of `module` and of the modules inside it."""
     slots: list[Slot] = []
     for each in module.modules() if module._modules else (module,):
         own = vars(each)
@@ -79,12 +79,12 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 
 class Held:
-    """The values in some slots when a forward runs, and the versions of the tensors among them."""
+    """The values in some slots at the time of a forward, and the versions of the tensors among them."""
 
     __slots__ = ("_tensors", "slots", "values", "versions")
 
     def __init__(self, slots: Sequence[Slot], *, copies: bool = False) -> None:
-        """With `copies` of containers, which the forward may change in place."""
+        """With `copies`, containers are copied, because the forward may change them in place."""
         self.slots, self.values = slots, _standing_in(slots)
         if copies:
             self.values = list(map(copied, self.values))
@@ -93,11 +93,11 @@ class Held:
 
     @property
     def has_moved(self) -> bool:
-        """Whether any of the tensors was changed in place."""
+        """Whether any of the tensors was changed in place since."""
         return versions_of(self._tensors) != self.versions
 
     def moved(self) -> list[int]:
-        """Indices of slots whose tensor was changed in place, or that hold something else now."""
+        """Indices of slots whose tensor was changed in place, or that hold another value now."""
         after = versions_of(self._tensors)
         moved = {id(t) for t, a, b in zip(self._tensors, after, self.versions, strict=True) if a != b}
         pairs = zip(_standing_in(self.slots), self.values, strict=True)
@@ -110,15 +110,15 @@ class Held:
         instead: Mapping[int, Tensor] | None = None,
         is_read: Callable[[int, dict[Any, Any], Any], bool] | None = None,
     ) -> list[tuple[Slot, Any]]:
-        """Which values have to be put into which slots before `module` runs again.
+        """(slot, value) for each slot that has to be set before `module` runs again.
 
         Args:
-            why: the end of an error: why the module runs again, and what to do.
-            instead: index of a slot -> a copy of its tensor, which the forward changed in place.
-            is_read: whether a slot (its index, table and name) counts; other tensors may change. By default all do.
+            why: the end of the error text: the reason why the module runs again, and a remedy.
+            instead: index of a slot -> a copy of its tensor from before the forward, which changed it in place.
+            is_read: whether the tensor in a slot (index, table, name) must not have changed. By default none may.
 
         Raises:
-            RuntimeError: a tensor was changed in place since, and there is no copy of it.
+            RuntimeError: a tensor was changed in place since the forward, and `instead` has no copy of it.
         """
         now = _standing_in(self.slots)
         if not instead and all(map(is_, now, self.values)) and not self.has_moved:
@@ -128,9 +128,9 @@ class Held:
         for i, (slot, value) in enumerate(zip(self.slots, self.values, strict=True)):
             version, expected = next(versions) if isinstance(value, Tensor) else (0, 0)
             if instead and i in instead:
-                lent.append((slot, instead[i].clone()))  # a graph that is retained runs the module once more
+                lent.append((slot, instead[i].clone()))  # the copy stays clean: with retain_graph the module runs again
             elif isinstance(value, Tensor) and now[i] is not value and not _has_memory(value):
-                continue  # sharding frees the weights of a forward, and gathers the same values again
+                continue  # sharding freed the forward's tensor and has gathered equal values into another one
             elif version != expected and (is_read is None or is_read(i, *slot)):
                 owner = _name_of(slot, module)
                 raise changed_in_place(f"'{slot[1]}' {list(value.shape)} of {owner}", version, expected, why)
@@ -147,7 +147,7 @@ def _name_of(slot: Slot, module: nn.Module) -> str:
 
 
 def copied(value: Any) -> Any:
-    """`value`, or a copy of it where it is a container, which may be changed in place."""
+    """`value`, or a copy if it is a container, which may be changed in place; lists are copied recursively."""
     if type(value) is list:
         return list(map(copied, value))
     return copy.copy(value) if isinstance(value, CONTAINERS) else value
@@ -168,7 +168,7 @@ def _standing_in(slots: Sequence[Slot]) -> list[Any]:
 
 @contextmanager
 def standing(values: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
-    """Inside, these values are in their slots; afterwards the values before."""
+    """Inside, the slots hold these values; afterwards they hold their previous values again."""
     slots = [slot for slot, _ in values]
     now = list(zip(slots, _standing_in(slots), strict=True))
     try:
@@ -187,26 +187,26 @@ def _put(values: Sequence[tuple[Slot, Any]]) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a plain tensor holds data: sharding frees the weights of a forward."""
+    """Whether `tensor` is plain and has memory: sharding frees the memory of weights after a forward."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and bool(tensor.untyped_storage().nbytes())
 
 
 def random_states(x: Tensor) -> tuple[Tensor, ...]:
-    """States of the generators from which a module that reads `x` may draw; seeds come from the CPU's."""
-    with no_dispatch():  # real ones under fake tensors too
+    """States of the generators that a module with input `x` may use. memopt's seeds come from the CPU's generator."""
+    with no_dispatch():  # the real states, under fake tensors too
         cpu = torch.get_rng_state()
         return (cpu, torch.cuda.get_rng_state(x.device)) if is_on_gpu(x) else (cpu,)
 
 
 def have_moved(states: tuple[Tensor, ...], x: Tensor) -> bool:
-    """Whether a number was drawn since the generators were in `states`."""
+    """Whether a random number was drawn since the generators were in `states`."""
     with no_dispatch():
         return not all(map(torch.equal, states, random_states(x)))
 
 
 @contextmanager
 def drawing_from(states: tuple[Tensor, ...], x: Tensor) -> Iterator[None]:
-    """Inside, generators repeat the numbers of the forward; afterwards they have their state from before."""
+    """Inside, generators start from `states` of the forward; afterwards they have their previous states again."""
     if not states:
         yield
         return
@@ -225,33 +225,33 @@ def _set_random_states(states: tuple[Tensor, ...], x: Tensor) -> None:
 
 
 def is_on_gpu(x: Tensor) -> bool:
-    """Whether `x` lies on a GPU that is there."""
-    return x.is_cuda and torch.cuda.is_available()  # a fake tensor needs no device
+    """Whether `x` is a CUDA tensor and CUDA is available."""
+    return x.is_cuda and torch.cuda.is_available()  # a fake CUDA tensor exists without a device
 
 
 @dataclass(frozen=True, eq=False)
 class Around:
-    """The surroundings of one forward of a module, its random numbers aside."""
+    """The conditions of one forward of a module, except its random numbers."""
 
     module: nn.Module
     held: Held
-    """`torch.func.functional_call` puts other weights in for the time of a forward."""
+    """Weights, buffers and modes at the forward; `torch.func.functional_call` may exchange weights during it."""
     autocast: torch.dtype | None
     modes: tuple[type[RepeatedMode], ...]
 
     @classmethod
     def of(cls, module: nn.Module, x: Tensor) -> Around:
-        """Those of the forward of `module` that is about to read `x`."""
+        """The conditions of a forward of `module` with input `x` that is about to run."""
         return cls(module, Held(slots_of(module)), autocast_dtype(x), active_modes())
 
     @contextmanager
     def again(self, x: Tensor, random: tuple[Tensor, ...], why: str) -> Iterator[None]:
-        """Inside, they are as in that forward.
+        """Inside, the conditions of that forward hold.
 
         Args:
-            x: tells the device.
-            random: states of the generators that it drew from; empty if it drew nothing.
-            why: as in :meth:`Held.lent`; errors are its.
+            x: a tensor on the forward's device.
+            random: states of the generators before the forward; empty if it drew no random number.
+            why: as in :meth:`Held.lent`, which raises the errors.
         """
         lent = self.held.lent(self.module, why)
         with autocast_as(self.autocast, x), drawing_from(random, x), standing(lent), inside(self.modes):

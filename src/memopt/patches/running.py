@@ -1,4 +1,4 @@
-"""The running scope of a patched model, for checks of the tensors saved when a scope ends."""
+"""The scope that runs at this moment in a patched model, for checks of the tensors saved when a scope ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt.patches.swap import is_swapped, swap_state
 
 
 class RunningScopes:
-    """Context manager; `current` is the name of the innermost scope module that runs, empty outside of all."""
+    """Context manager; `current` names the innermost running module with a scope, and is empty outside of scopes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._names, self._hooks = model, [""], contextlib.ExitStack()

@@ -1,8 +1,8 @@
-"""Modules inside which readers save handles of recomputable outputs (`memopt.saved`), if that saves anything.
+"""Modules inside which operations save handles in place of tensors that can be recomputed (`memopt.saved`).
 
-Most readers of such outputs are plain linears, which save what the output is recomputed from (`memopt.recompute.specs`)
-and need no scope. Whether a block has other readers, or small views of large storages, shows when it runs: a scope that
-has replaced nothing is not opened for the next calls of the same form, and looked at again now and then.
+Most readers of such tensors are plain linears. They save the sources of the recomputation (`memopt.recompute.specs`)
+and need no scope. Other readers, and small views of large storages, are found only when a block runs. So a scope that
+replaced nothing stays closed for the next calls of that form, and is opened again after `LOOK_AGAIN` calls.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from memopt.saved.scope import RecomputeScope
 from memopt.saved.slots import Compression
 from memopt.torch_compat import has_any_global_hook, module_hooks
 
-#: Calls after which a scope that replaced nothing is opened once more: a model may change between its steps.
+#: Calls after which a scope that replaced nothing is opened once more, because a model may change between steps.
 LOOK_AGAIN = 64
 _CLOSED: AbstractContextManager[None] = nullcontext()
 _CLOSED_INSIDE: AbstractContextManager[None] = nullcontext()
-"""Under foreign hooks, where outputs carry specs inside a region only."""
+"""A closed scope under foreign hooks. A `Region` is still needed there: outputs carry specs only inside one."""
 _NOT_QUANTISED = "saved tensors are not quantised, and gradients are exact; quantising needs eager mode"
 
 
 class ScopeHistory:
-    """The calls of one module for which the scope replaces nothing. A copy of the module starts with an empty one."""
+    """Forms of calls of one module, with the finding whether the scope replaced anything. A copy starts empty."""
 
     __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_pre_hooks", "proofs")
 
     def __init__(self) -> None:
         self._calls_closed: dict[Any, int | None] = {}
-        """Form of a call -> calls since the scope was open; None if it has to be open."""
+        """Form of a call -> number of calls since the scope was last open; None if the scope has to be open."""
         self.proofs: dict[Any, bool] = {}
-        """Of the handles of the scope (`memopt.saved.scope`)."""
+        """Findings whether a handle gives its tensor, for `memopt.saved.scope.RecomputeScope`."""
         self._linears: list[nn.Module] | None = None
         self._children: list[dict[str, nn.Module | None]] = []
         self._names: list[str] = []
-        """Linears and modules with a linear as child; for each the children of its parent, and its name among them."""
+        """Linears and modules with a linear as child; for each one, its parent's `_modules` and its name there."""
         self._pre_hooks: tuple[Any, ...] = ()
-        """The tables of pre-hooks of the modules inside; a module keeps its tables for life."""
+        """Tables of forward hooks and forward pre-hooks of the modules inside. A module never replaces its tables."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ScopeHistory, ()
 
     def is_closed(self, form: Any, *, is_final: bool) -> bool:
-        """Whether the scope can stay closed for a call of this form; with `is_final` it stays closed for good."""
+        """Whether the scope can stay closed for a call of this form; with `is_final` it is never opened again."""
         calls = self._calls_closed.get(form)
         if calls is None:
             return False
@@ -60,7 +60,7 @@ class ScopeHistory:
         return is_final or calls < LOOK_AGAIN
 
     def note(self, form: Any, replaced: bool, *, is_final: bool) -> None:
-        """The scope was open for a call of this form."""
+        """Record that the scope was open for a call of this form, and whether it replaced anything."""
         if form not in self._calls_closed:
             self._calls_closed[form] = None if replaced else 0
         elif replaced and not is_final:
@@ -69,14 +69,14 @@ class ScopeHistory:
             self._calls_closed[form] = 0
 
     def sees_new_linears(self, module: nn.Module) -> bool:
-        """Whether linears inside `module` were exchanged since the last call, by adapters for example."""
+        """Whether linears inside `module` were exchanged since the last call (by adapters, say); True at the first."""
         if self._linears is not None and list(map(dict.get, self._children, self._names)) == self._linears:
             return False
         self._calls_closed.clear()
         self.proofs.clear()
         inside = list(module.modules())[1:]
         self._pre_hooks = tuple(table for child in inside for table in module_hooks(child)[:2])
-        # With what is around a linear: adapters come and go without changing the linear in them.
+        # Parents of linears are compared too: an adapter may wrap or release a linear without changing the linear.
         self._linears, self._children, self._names = [], [], []
         for parent in module.modules():
             for name, child in parent._modules.items():
@@ -87,8 +87,8 @@ class ScopeHistory:
         return True
 
     def has_pre_hooks(self) -> bool:
-        """Whether a hook may exchange what a module inside is given."""
-        # Where hooks are unknown there is one table, which says that every module has some.
+        """Whether a module inside has a forward hook or forward pre-hook, which may replace tensors."""
+        # If PyTorch's private names of the tables are missing, `module_hooks` returns tables that are never empty.
         return any(self._pre_hooks)
 
 
@@ -99,15 +99,15 @@ def _is_around_linear(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class ScopeRewrite:
-    """What a scope does."""
+    """Settings of the scope of one module."""
 
     families: frozenset[str]
-    """Which families of rules hold inside."""
+    """Families of recompute rules that hold inside."""
     compression: Compression | None = None
     """How to store saved tensors that are not recomputed; None: unchanged."""
     prepare: Callable[[nn.Module], None] | None = None
-    """Called for the module when the linears inside are new: lets them read recompute specs. None if tensors are
-    kept as codes, samples or in fewer bits: the scope has to see every reader of those, and is always open."""
+    """Called with the module when linears inside were exchanged; it lets them read recompute specs. None if tensors
+    are kept as codes, samples or in fewer bits: the scope is then always open, because it must see every reader."""
     modes: tuple[Mode, ...] = ()
     """The contexts around the forward, with and without gradients."""
     history: ScopeHistory = field(default_factory=ScopeHistory, compare=False, repr=False)
@@ -120,8 +120,8 @@ class ScopeRewrite:
             hidden = next((tensor for tensor in given if tensor.is_floating_point()), None)
         if self.prepare is None or hidden is None:
             return RecomputeScope(self.families, self.compression, hidden, self.history.proofs)
-        # Where hooks watch every module, stock forwards run that are skipped elsewhere. Checkpointing runs a call twice
-        # and has to see the same tensors, so there the first finding stays.
+        # Global module hooks make stock forwards run that are skipped otherwise, so they are part of the form.
+        # Checkpointing runs a call twice and needs the same saved tensors both times, so there the first finding stays.
         is_final = is_under_foreign_hooks()
         form = (
             hidden.dtype, hidden.dim(), 1 in hidden.shape, hidden.requires_grad, module.training,
@@ -133,7 +133,7 @@ class ScopeRewrite:
 
 
 class _Observed(RecomputeScope):
-    """A scope that notes whether it replaced anything."""
+    """A scope that records in the history whether it replaced anything."""
 
     def __init__(self, families: frozenset[str], history: ScopeHistory, form: Any, is_final: bool) -> None:
         super().__init__(families, proofs=history.proofs)
@@ -146,7 +146,7 @@ class _Observed(RecomputeScope):
 
 
 def patch_scope(module: nn.Module, scope: ScopeRewrite) -> None:
-    """Make `module` run inside a scope. If checkpointing wraps the module's forward, the scope is inside it.
+    """Make `module` run inside a scope. If checkpointing wraps the module's forward, the scope is inside the region.
 
     Raises:
         ValueError: the module cannot be swapped.
@@ -158,7 +158,7 @@ def patch_scope(module: nn.Module, scope: ScopeRewrite) -> None:
 def run_scoped(
     stock: Callable[..., Any], scope: ScopeRewrite | None, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """The forward of a module that is `scope`, or no scope."""
+    """Run the stock forward of `module`, inside `scope` unless that is None."""
     if scope is None:
         return stock(module, *args, **kwargs)
     if scope.modes:
@@ -169,13 +169,13 @@ def run_scoped(
 
 
 def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``run(module, *args, **kwargs)``, a call of `module`, inside the scope of `module`."""
+    """``run(module, *args, **kwargs)``, one forward of `module`, inside its scope."""
     if rewrite.prepare is not None and rewrite.history.sees_new_linears(module):
         rewrite.prepare(module)
     scope = rewrite.around(module, args, kwargs)
     if scope is _CLOSED:
         return run(module, *args, **kwargs)
-    # FSDP2's hook on a module inside the block wraps its inputs, but not where checkpointing runs it in backward.
+    # FSDP2's hook on a module inside the block wraps its inputs in the forward, not in checkpointing's second run.
     with Region(repeats=not rewrite.history.has_pre_hooks()) as region:
         with scope:
             output = run(module, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which modules of a model run inside a scope, and what each scope does: families of rules and a compression."""
+"""Choose the modules of a model that run inside a scope, and the settings of each scope."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt.walk.sites import is_inside
 
 
 def choose_scopes(plan: PlanView) -> dict[str, ScopeRewrite]:
-    """Module -> the scope that it is."""
+    """Module name -> its scope."""
     every = [patch.scope(plan) for patch in patches()]
     default = frozenset[str]().union(*(each.families for each in every))
     families = _scoped_families(plan, every, default)
@@ -42,7 +42,7 @@ def _call_each(functions: tuple[Callable[[nn.Module], None], ...], module: nn.Mo
 
 
 def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:
-    """The scope that `name` is, or else the families of the innermost of `scopes` that it is in."""
+    """The scope of the module `name`; without one, a scope with the families of the innermost scope around it."""
     if name in scopes:
         return scopes[name]
     around = [scope for scope in scopes if is_inside(name, scope)]
@@ -53,10 +53,10 @@ def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:
 
 
 def _scoped_families(plan: PlanView, every: Sequence[InScopes], default: frozenset[str]) -> dict[str, frozenset[str]]:
-    """Module -> families of rules that hold inside it.
+    """Module with a scope -> families of rules that hold inside it.
 
-    These are the blocks in which something is rewritten, and outside of blocks every module that reads or makes an
-    output that can be recomputed. Sites inside that the recipe does not rewrite get a narrower scope of their own.
+    Scopes are the blocks in which something is rewritten and, outside of blocks, the modules that patches name in
+    `InScopes.outside`. Modules inside for which a patch excludes families get a narrower scope of their own.
     """
     blocks, rewritten = plan.sites.blocks, {entry.site for entry in plan.rewrites}
     scopes = {block: default for block in blocks if any(is_inside(name, block) for name in rewritten)}

@@ -1,8 +1,8 @@
 """Give one module instance another forward, and undo it.
 
-The instance's ``__class__`` becomes a subclass of its own class that differs in `forward` alone. Parameters, buffers,
-hooks, training flag, device, `isinstance`, class name, deepcopy and state dict keys stay as they are; other instances
-of the class, and other models, are not touched.
+The instance's ``__class__`` becomes a subclass of its own class with another `forward`. Parameters, buffers, hooks,
+training flag, device, `isinstance`, class name, deepcopy and state dict keys stay as they are. Other instances of the
+class, and other models, are not changed.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _classes: dict[tuple[type[nn.Module], Forward, Callable[..., Any]], type[nn.Modu
 
 
 def swap_forward(module: nn.Module, forward: Forward, state: object, reads: Reads | None = None) -> None:
-    """Make `module` run ``forward(stock_forward, state, module, ...)``; `state` is small plain data kept on it.
+    """Make `module` run ``forward(stock_forward, state, module, ...)``; `state` is small plain data kept on `module`.
 
-    If the forward of the module's class is replaced later, the module runs that one: the proof of the stock forward
-    does not hold for another forward. A `forward` marked with :func:`wraps_any_forward` still runs.
+    If the forward of the module's class is replaced later, the module runs the new one, because `forward` was proved
+    against the old one only. A `forward` marked with :func:`wraps_any_forward` runs anyway, around the new one.
 
     Args:
-        reads: what the stock forward reads; where that has changed, the module runs its stock forward.
+        reads: values that the stock forward reads; if one of them has changed, the module runs its stock forward.
 
     Raises:
         ValueError: the module is already swapped, or its forward was replaced on the instance.
@@ -78,7 +78,7 @@ def wraps_any_forward(forward: Forward) -> Forward:
 
 
 def with_attributes(**attributes: object) -> Callable[[Forward], Forward]:
-    """Mark a forward whose modules have these attributes of the class, properties for example, beside it."""
+    """Mark a forward: classes of modules with this forward also get these attributes (properties, for example)."""
 
     def mark(forward: Forward) -> Forward:
         setattr(forward, _ATTRIBUTES, attributes)
@@ -88,7 +88,7 @@ def with_attributes(**attributes: object) -> Callable[[Forward], Forward]:
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo :func:`swap_forward`. If a tool has put a class of its own on top since, that class stays."""
+    """Undo :func:`swap_forward`. If a tool has since replaced the class by a subclass of its own, that class stays."""
     if _ORIGINAL in vars(type(module)):
         module.__class__ = original_class(module)
     del module.__dict__[_STATE]
@@ -97,7 +97,7 @@ def restore_forward(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def stock_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, those of `modules` that are swapped run the forward of their own class."""
+    """Inside, the swapped modules among `modules` run the forward of their original class."""
     swapped = [(module, type(module)) for module in modules if is_swapped(module)]
     for module, _ in swapped:
         module.__class__ = original_class(module)
@@ -109,7 +109,7 @@ def stock_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class Rewrite:
-    """State of a swapped module with more to undo than the forward."""
+    """Base class of states of swapped modules for which more than the forward has to be undone."""
 
     def undo(self, module: nn.Module) -> None:
         """Called when `module` has its stock forward again."""
@@ -117,7 +117,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Layer:
-    """The forward that :func:`swap_forward` gave a module, called as ``forward(stock, state, module, ...)``."""
+    """Arguments of :func:`swap_forward` for a module; `forward` is called as ``forward(stock, state, module, ...)``."""
 
     forward: Forward
     state: object
@@ -125,14 +125,14 @@ class Layer:
 
 
 def layer_of(module: nn.Module) -> Layer | None:
-    """The layer of a swapped module; None for another one."""
+    """The layer of a swapped module; None for a module that is not swapped."""
     if not is_swapped(module):
         return None
     return Layer(getattr(type(module), _FORWARD), swap_state(module), vars(module).get(_READS))
 
 
 def unswap(module: nn.Module) -> None:
-    """Undo the rewrite of a swapped module, by its state."""
+    """Undo the rewrite of a swapped module: its forward, and what :meth:`Rewrite.undo` of its state undoes."""
     state = swap_state(module)
     restore_forward(module)
     if isinstance(state, Rewrite):
@@ -140,14 +140,14 @@ def unswap(module: nn.Module) -> None:
 
 
 def steps_aside(*, off: str = "", without_gradients: bool = True) -> bool:
-    """Whether patched modules should run their stock forward: nothing is recorded, or a compiler or transform records.
+    """Whether patched modules should run their stock forward: gradients are off, or a compiler or transform is active.
 
-    The compiler's partitioner decides what is saved (`memopt.patches.compiled`); function transforms (`torch.func`),
-    forward-mode derivatives and traces need stock operations.
+    Under a compiler, its partitioner chooses the saved tensors (`memopt.patches.compiled`). Function transforms
+    (`torch.func`), forward-mode derivatives and traces need stock operations.
 
     Args:
         off: as in `memopt.patches.compiled.is_being_compiled`.
-        without_gradients: whether they should if gradients are off.
+        without_gradients: whether they should also run it when gradients are off.
     """
     return (
         (without_gradients and not is_grad_enabled())
@@ -163,25 +163,25 @@ def is_swapped(module: nn.Module) -> bool:
 
 
 def is_as_patched(module: nn.Module) -> bool:
-    """Whether the forward of a swapped module's class, and the values that it reads, have not changed."""
+    """Whether the forward of a swapped module's original class, and the values that it reads, are unchanged."""
     reads = module.__dict__.get(_READS)
     is_known: bool = getattr(type(module), _KNOWN) is original_class(module).forward
     return is_known and (reads is None or reads.hold(module))
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether `module` has to be called, because it or all linears have hooks or another forward."""
+    """Whether `module` has to be called: it (or every module) has hooks, a replaced forward, or is parametrised."""
     if any(module_hooks(module)) or (has_any_global_hook() and not is_observed()):
         return True
     return "forward" in module.__dict__ or "parametrizations" in module._modules or nn.Linear.forward is not _LINEAR
 
 
 def replaced_by(module: nn.Module) -> str | None:
-    """The module of Python code whose function replaces the forward of `module`'s class, on the instance.
+    """Name of the Python module that defines the function which replaces the forward of `module` on the instance.
 
-    None if there is none, or where it passes every argument on to that forward, as accelerate's hooks do. One that
-    names arguments does something with them: TRL's computes the loss where it is asked to, and calls the stock forward
-    elsewhere.
+    None if no function replaces it, or if a wrapper passes all arguments on to the class's forward, as accelerate's
+    hooks do. A wrapper with named arguments counts as a replacement: TRL's computes the loss itself if it is asked to,
+    and calls the stock forward otherwise.
     """
     own, owner, names_arguments = _layers(type(module).forward), None, False
     for layer in _layers(vars(module).get("forward")):
@@ -193,7 +193,7 @@ def replaced_by(module: nn.Module) -> str | None:
 
 
 def _layers(forward: Any) -> list[Any]:
-    """The functions of a forward, each followed by the one that it wraps."""
+    """`forward` without method or partial, followed by the functions that it wraps, the outermost first."""
     layers = []
     while forward is not None:
         layers.append(getattr(forward, "__func__", getattr(forward, "func", forward)))  # of a method, of a partial
@@ -202,7 +202,7 @@ def _layers(forward: Any) -> list[Any]:
 
 
 def shadowed(model: nn.Module) -> dict[str, list[str]]:
-    """Swapped modules of `model` that do not run their forward, by :func:`replaced_by`."""
+    """:func:`replaced_by` -> names of the swapped modules of `model` whose forward it replaces."""
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if is_swapped(module) and (owner := replaced_by(module)) is not None:
@@ -211,7 +211,7 @@ def shadowed(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _names_arguments(function: Callable[..., Any]) -> bool:
-    """Whether a wrapper of a forward has arguments of its own, behind the module."""
+    """Whether a wrapper of a forward has named arguments after its first one, the module."""
     try:
         _, *more = inspect.signature(function, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # without a signature, or without an argument
@@ -225,7 +225,7 @@ def swap_state(module: nn.Module) -> object:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class before the swap (its class, when it was not swapped)."""
+    """The module's class before the swap; its present class if it is not swapped."""
     cls: type[nn.Module] = getattr(type(module), _ORIGINAL, type(module))
     return cls
 
@@ -238,7 +238,7 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
 
         @functools.wraps(cls.forward)
         def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Looked up at every call: somebody may replace the class's forward later.
+            # Looked up at every call, because a tool may replace the forward of the class later.
             stock = cls.forward
             state = self.__dict__.get(_STATE, _NOTHING)
             if state is _NOTHING or not (stock is known or wraps_any):
@@ -249,12 +249,12 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             return forward(stock, state, self, *args, **kwargs)
 
         def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-            # The class has no importable name of its own: pickles say how to build it.
+            # The class has no importable name, so a pickle names the function that builds it.
             own: Any = getattr(cls, "__getstate__", None)
             plain = own is None or own is getattr(object, "__getstate__", None)
             return _rebuild, (cls, forward), dict(vars(self)) if plain else own(self)
 
-        # The stock name stays: wrapping policies, device maps and printed models go by it.
+        # The class keeps the stock name, because wrapping policies, device maps and printed models use it.
         body = {
             "forward": patched,
             "__reduce_ex__": reduce,
@@ -270,7 +270,7 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
 
 
 def _rebuild(cls: type[nn.Module], forward: Forward) -> nn.Module:
-    """An empty instance, whose state the unpickler (or deepcopy) fills in."""
+    """An empty instance of the swapped class; the unpickler (or deepcopy) sets its state."""
     swapped = _subclass(cls, forward)
     module: nn.Module = swapped.__new__(swapped)
     return module

@@ -1,1 +1,1 @@
-"""Whether a training step fits: the peak of a whole step, optimizer and allocator included, from the config alone."""
+"""Predict the peak of a whole training step, with optimizer and allocator, from the config alone."""

@@ -1,11 +1,11 @@
-"""What PyTorch's CUDA caching allocator reserves for a sequence of allocations and frees.
+"""The bytes that PyTorch's CUDA caching allocator reserves for a sequence of allocations and frees.
 
 The rules and constants of c10/cuda/CUDACachingAllocator.cpp: requests are rounded to 512 bytes; small ones (up to
 1 MiB) come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones from segments of their own,
-rounded to 2 MiB. A request takes the smallest free block that holds it; what is left of the block is split off, and
-free neighbours are joined. With ``expandable_segments`` each of the two pools is one segment that grows at its end.
-Where the device has no room for a segment, all segments without a tensor in them are given back first
-(``release_cached_blocks``). There is one stream.
+rounded to 2 MiB. A request takes the smallest free block that holds it; the rest of the block is split off, and free
+neighbours are joined. With ``expandable_segments`` each of the two pools is one segment that grows at its end. If the
+device has no room for a new segment, all segments without tensors are released first (``release_cached_blocks``). There
+is one stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALL_SEGMENT = 2 << 20
 _LARGE_SEGMENT = 20 << 20
 _LEAST_OWN = 10 << 20
 _ROUND_OWN = 2 << 20
-#: Where the addresses of the pools begin; they tell segments and blocks apart, as those of a device do.
+#: First addresses of the two pools. Addresses identify segments and blocks, as on a device.
 SMALL_POOL, LARGE_POOL = 1 << 46, 1 << 47
 
 
@@ -39,15 +39,15 @@ def reserved(
     steps: int = 2,
     limit: int | None = None,
 ) -> int:
-    """The most bytes of segments that the allocator holds in `steps` equal steps.
+    """The most bytes of segments that the allocator holds during `steps` equal steps.
 
     Args:
-        resident: what is allocated before the first step and stays.
-        events: one step; what it allocates it frees.
+        resident: storages that are allocated before the first step and never freed.
+        events: one step, which frees everything that it allocates.
         expandable: with ``expandable_segments:True``.
-        steps: the first fits its requests into an empty pool, later ones into what earlier ones left.
-        limit: bytes of the device. Before segments exceed them, unused ones are given back; if that is not enough, the
-            device is taken to be as much larger as it has to be. None: a device with room for every segment.
+        steps: number of steps; the first begins with empty pools, later ones with the segments of earlier ones.
+        limit: bytes of the device. Unused segments are released before all segments exceed it; if that is not enough,
+            the limit is raised to the bytes that are needed. None: a device with room for every segment.
     """
     allocator = Allocator(expandable=expandable, limit=limit)
     for storage in resident:
@@ -58,7 +58,7 @@ def reserved(
 
 
 class Allocator:
-    """The pools of one device; a storage without bytes takes none."""
+    """The two pools of one device; a storage of 0 bytes takes no block."""
 
     def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
         self.limit = limit
@@ -73,7 +73,7 @@ class Allocator:
         return sum(pool.reserved for pool in self._pools)
 
     def allocate(self, storage: Storage) -> int:
-        """The address of a block for `storage`."""
+        """Allocate a block for `storage`; returns its address."""
         if not storage.nbytes:
             return 0
         pool = self._pool_of(storage)
@@ -88,7 +88,7 @@ class Allocator:
         return self._blocks[storage].address
 
     def free(self, storage: Storage) -> int:
-        """Give the block of `storage` back; its address."""
+        """Free the block of `storage`; returns its address."""
         if not storage.nbytes:
             return 0
         block = self._blocks.pop(storage)
@@ -101,7 +101,7 @@ class Allocator:
         return [(address, size) for pool in self._pools for address, size in pool.segments.items()]
 
     def blocks(self) -> list[tuple[int, int, Storage | None]]:
-        """(address, bytes, what it holds) of each block, in order of the address; None if it is free."""
+        """(address, bytes, storage) of each block, in order of the address; the storage of a free block is None."""
         held = {block.address: storage for storage, block in self._blocks.items()}
         found = sorted((address, block.size) for pool in self._pools for address, block in pool.at.items())
         return [(address, size, held.get(address)) for address, size in found]
@@ -112,7 +112,7 @@ class Allocator:
 
 @dataclass(eq=False)
 class _Block:
-    """A stretch of a segment; a list of neighbours."""
+    """A part of a segment, linked to its neighbours."""
 
     address: int
     size: int
@@ -132,7 +132,7 @@ class _Pool:
     base: int
     reserved: int = 0
     end: int = 0
-    """Where the next segment begins, from `base`."""
+    """Offset of the next segment from `base`."""
     segments: dict[int, int] = field(default_factory=dict)
     """Address -> bytes."""
     _free: list[tuple[int, int]] = field(default_factory=list)
@@ -150,21 +150,21 @@ class _Pool:
         else:
             block = self._grown(size) if self.expandable else self._added(self._segment_of(size))
         rest = block.size - size
-        # Of a large block that is split, more than 1 MiB must be left (should_split).
+        # A large block is split only if more than 1 MiB of it is left (should_split).
         if rest >= _ROUND if self.segment == _SMALL_SEGMENT or self.expandable else rest > _SMALL:
             self._split(block, size)
         block.is_free = False
         return block
 
     def more(self, nbytes: int) -> int:
-        """Bytes of the segment that a request of `nbytes` takes; 0 if a free block holds it, 1 if a segment grows."""
+        """Bytes of the new segment for a request of `nbytes`; 0 if a free block holds it, 1 if a segment grows."""
         size = rounded(nbytes)
         if bisect_left(self._free, (size, -1)) < len(self._free):
             return 0
         return 1 if self.expandable else self._segment_of(size)
 
     def release(self) -> None:
-        """Give back the segments that hold nothing."""
+        """Release the segments that hold no tensor, unless they are expandable."""
         for size, address in list(self._free):
             if self.segments.get(address) == size and not self.expandable:
                 self._free.remove((size, address))

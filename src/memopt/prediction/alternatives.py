@@ -1,4 +1,4 @@
-"""The ways to train a model beside each other: what each needs, computes and moves, and what fits a card."""
+"""Compare ways to train a model: the memory, FLOPs and bytes moved of each, and which of them fit a card."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memopt.walk.models.config import model_class
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
 _STRETCH = 128
-#: Where a config's positions are no limit.
+#: The longest sequence that is searched where the config's positions are no limit.
 _MOST_TOKENS = 1 << 22
 _COMPILE = (
     "Not in the table: torch.compile's activation_memory_budget, whose bytes are known only once the model is compiled "
@@ -41,22 +41,22 @@ def headline(
     steps: Steps | None = None,
     longest: bool = False,
 ) -> Headline:
-    """Whether a training step fits, what it needs, and what else there is; `memopt report` says it first.
+    """Whether a training step fits, what it needs, and other ways to train: the first lines of `memopt report`.
 
-    Errors are those of `memopt.report`, and:
+    Raises the errors of `memopt.report`, and those listed below.
 
     Args:
         request: the model and the step.
-        gpu: name or size of a card: ``rtx4090``, ``24GiB``; without one only the peaks are told.
-        setup: optimizer and devices, else AdamW on one device.
-        step: what `request` comes to, where that is known.
-        traces: its steps, stock and patched, where they are known.
-        steps: is told how far the work is.
-        longest: look for the longest sequence of every way, with the recipe for long context among them, and for no
-            batch.
+        gpu: name or size of a card: ``rtx4090``, ``24GiB``; without it, only the peaks are computed.
+        setup: optimizer and devices, by default AdamW on one device.
+        step: the step of `request`, if it is known.
+        traces: the traces of this step, stock and patched, if they are known.
+        steps: receives the progress of the work.
+        longest: for every way, search the longest sequence instead of the largest batch; the recipe for long context is
+            one of the ways.
 
     Raises:
-        UsageError: no card is named so, or `longest` has no card, or a model or inputs without a length to change.
+        UsageError: the card is not known, or `longest` is used without a card, with inputs, or without token inputs.
     """
     card, setup = None if gpu is None else find_card(gpu), setup or Setup()
     if longest and (card is None or request.inputs is not None):
@@ -101,10 +101,10 @@ class _Answer:
     card: Card | None
     steps: Steps
     longest: int
-    """Tokens up to which the longest sequence of every way is looked for; 0 if it is not."""
+    """The most tokens in the search for the longest sequence of every way; 0: no such search."""
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
-    """Whether the step of a few blocks extends to that of all, patched; where it does, so do the other ways."""
+    """Whether blocks may be left out of traces of the patched model (`Tracer.extends`), and so of the other ways."""
 
     def headline(self, source: str, traces: Sequence[Trace | None]) -> Headline:
         step, training, card = self.step, self.step.training, self.card
@@ -112,15 +112,15 @@ class _Answer:
         stock = self.candidate("stock", None, training.checkpointing)
         # The step itself, then every way to train.
         self.steps.now, self.steps.total = 1, 1 + (2 + len(list(self._others())) if self.card else 0)
-        if self.card:  # two small traces gain less than a fork costs
+        if self.card:  # without a card there are two small traces, which are not worth a fork
             trace_ahead(patched.tracer, training, (stock.tracer, training))
-        else:  # with one, that blocks may be left out has to be found out, which takes traces of few
+        else:  # with a card, the tracer needs its own traces of few blocks, to find out if blocks may be left out
             for candidate, traced in zip((stock, patched), traces, strict=True):
                 if traced is not None:
                     candidate.tracer.traces[candidate.training] = traced
         patched.at()
         self.extends = patched.tracer.extends
-        # Blocks of a stock model may be alike where those of the patched one are not.
+        # Blocks of a stock model may be alike even if the blocks of the patched model are not.
         stock.tracer.extends = self.extends or None
         self.stock_cost = _cost(stock.at())
         others = list(self._others()) if self.card else []
@@ -174,7 +174,7 @@ class _Answer:
             return self.way(candidate), None if is_known else candidate.at().trace
 
         steps = [partial(work, candidate) for candidate in candidates]
-        # Without a card nothing is searched.
+        # Without a card there are no searches, so no forks.
         found = each(steps, self._begin) if self.card else [do() for do in steps]
         for candidate, (_, traced) in zip(candidates, found, strict=True):
             if traced is not None:
@@ -305,7 +305,7 @@ class _Answer:
         return f"nothing fits: weights alone take {weights}; a larger card, or --devices N --sharding fsdp"
 
     def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
-        """What else there is, from what changes least."""
+        """Further ways to train, from the smallest change to the largest."""
         setup = self.setup
         if setup.optimizer == "adamw-foreach":
             yield "--optimizer adamw-fused", replace(best, setup=replace(setup, optimizer="adamw-fused"))
@@ -341,7 +341,7 @@ class _Answer:
         yield _COMPILE
 
 
-#: The recipe for long sequences, and what it is with less on the device for more time.
+#: The recipe for long sequences, and a slower variant with less on the device: name -> (settings, code to apply it).
 _LONG_CONTEXT: dict[str, tuple[tuple[str, ...], str]] = {
     "long-context": ((), 'memopt.patch(model, "long-context")'),
     "long-context, keep=none": (
@@ -349,7 +349,7 @@ _LONG_CONTEXT: dict[str, tuple[tuple[str, ...], str]] = {
         'memopt.patch(model, memopt.load_recipe("long-context", ["checkpointing.keep=none"]))',
     ),
 }
-#: Share of the peak from which on a kind of tensors is worth a remedy of its own.
+#: Share of the peak above which a kind of tensors gets a remedy of its own.
 _MATTERS = 0.02
 
 
@@ -358,7 +358,7 @@ def _is_mask(storage: Storage) -> bool:
 
 
 def _attention_remedy(found: Prediction, step: Step) -> Iterator[str]:
-    """Another implementation of attention, where tensors of tokens x tokens are a good part of the peak."""
+    """Advice on another attention implementation, if tensors of tokens x tokens exceed a share of the peak."""
     seq = step.training.seq
     square = sum(each.nbytes for each in found.peak.alive if seq and each.shape[-2:] == (seq, seq))
     if square <= _MATTERS * found.peak.nbytes:
@@ -370,7 +370,7 @@ def _attention_remedy(found: Prediction, step: Step) -> Iterator[str]:
     yield f"{gib(square)} at the peak are tensors of tokens x tokens of eager attention: {advice}"
 
 
-#: Implementations of attention that make no tensor of tokens x tokens, and the flag of the classes that support each.
+#: Attention implementations without a tensor of tokens x tokens -> the class attribute of models that support it.
 _ATTENTIONS = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",

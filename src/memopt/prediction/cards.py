@@ -1,9 +1,9 @@
-"""Cards: how much of their memory a process can use, and how fast they compute and move. Plain data, no torch.
+"""Cards: the memory that a process can use, and the rates of compute and memory. Plain data, without torch.
 
-Memory is what PyTorch says of a device ("GPU 0 has a total capacity of 23.64 GiB" in its out-of-memory errors); it
-differs by a few dozen MiB between drivers, and the least that was seen is taken. With ECC on a card of the A10, A40,
-A6000, L4 or L40 family it is what is left beside the check bits. Rates are those of the vendors' data sheets: dense
-products with fp32 sums, without sparsity; fp32 without TF32, which PyTorch leaves off.
+Memory is the capacity that PyTorch reports for a device ("GPU 0 has a total capacity of 23.64 GiB" in its out-of-memory
+errors). It differs by a few dozen MiB between drivers; the smallest known value is used. For a card of the A10, A40,
+A6000, L4 or L40 family it is the memory with ECC on, without the check bits. Rates come from the vendors' data sheets:
+dense products with fp32 sums, without sparsity; fp32 without TF32, which PyTorch disables by default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GIB = 1 << 30
 _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
 _SIZES = {"GiB": GIB, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6, "TiB": 1 << 40, "TB": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(_SIZES) + r")", re.IGNORECASE)
-#: Words of a device's name that do not tell one card from another.
+#: Words in device names that do not distinguish cards.
 _NOISE = {"nvidia", "geforce", "tesla", "amd", "instinct", "generation", "sxm", "sxm2", "sxm4", "sxm5", "hbm3", "hbm3e"}
 
 
@@ -37,17 +37,17 @@ class Card:
     memory: int
     """Bytes that a process can use, its CUDA context included."""
     flops: float
-    """Of 16-bit products with fp32 sums, per second."""
+    """FLOPs per second of 16-bit products with fp32 sums."""
     flops_fp32: float
-    """Of fp32 products, per second."""
+    """FLOPs per second of fp32 products."""
     bandwidth: float
-    """Bytes per second, of its own memory."""
+    """Bytes per second of the card's own memory."""
     link: float
-    """Bytes per second, to the memory of the host."""
+    """Bytes per second between card and host memory, in one direction."""
     source: str
-    """Of the rates."""
+    """Source of the rates."""
     is_named: bool = True
-    """False if a size was given, with the rates of a common card."""
+    """False if only a memory size was given; the rates are then those of a common card."""
 
     @property
     def rates(self) -> str:
@@ -55,8 +55,8 @@ class Card:
         return self.name if self.is_named else _RATES_OF_A_SIZE
 
     def nanoseconds(self, operations: Iterable[Operation]) -> int:
-        """Of operations that run one after another: FLOPs over its rate or bytes over its bandwidth, whichever takes
-        longer. Copies to and from the host run beside them, so it is the longer of both."""
+        """Estimated time of `operations`, which run one after another: FLOPs / rate or bytes / bandwidth, whichever is
+        longer. Copies between host and card run in parallel, so the result is the longer of both totals."""
         own, copied = 0.0, 0
         for each in operations:
             rate = self.flops if each.itemsize <= 2 else self.flops_fp32
@@ -69,7 +69,7 @@ def _card(name: str, gib: float, tera: float, tera_fp32: float, giga: float, pci
     return Card(name, round(gib * GIB), tera * 1e12, tera_fp32 * 1e12, giga * 1e9, _PCIE[pcie], f"{sheet} data sheet")
 
 
-#: Every card that is known by name.
+#: Every card that can be named.
 CARDS: tuple[Card, ...] = (
     _card("RTX 2080 Ti", 10.74, 53.8, 13.4, 616, 3, "NVIDIA Turing architecture"),
     _card("RTX 3060", 11.63, 25.5, 12.7, 360, 4, "NVIDIA GA10x architecture"),
@@ -108,7 +108,7 @@ def setup_on(card: Card, setup: Setup) -> Setup:
 
 
 def find_card(text: str) -> Card:
-    """The card that `text` names (``rtx4090``, ``a100-80gb``, what `torch.cuda.get_device_name` returns) or its size.
+    """The card that `text` names (``rtx4090``, ``a100-80gb``, a result of `torch.cuda.get_device_name`) or its size.
 
     A size has a unit: ``24GiB`` is 24 x 2**30 bytes, ``24GB`` is 24 x 10**9.
 
@@ -158,7 +158,7 @@ def _sized(text: str, size: re.Match[str]) -> Card:
 
 
 def _is_size(rest: str, card: Card) -> bool:
-    """Whether `rest` of a name says the memory of `card`, or nothing: a 4090 Laptop GPU and a 3080 12GB are others."""
+    """Whether `rest` of a name is empty or the memory of `card`; a 4090 Laptop GPU and a 3080 12GB are other cards."""
     size = re.fullmatch(r"(?:(\d+)gb)?(?:pcie)?", rest)
     return size is not None and (size[1] is None or abs(int(size[1]) * GIB / card.memory - 1) < 0.12)
 
@@ -168,7 +168,7 @@ def _key(text: str) -> str:
 
 
 def _beginnings(name: str) -> Iterator[str]:
-    """Of a name, by whole words: ``a100`` of the A100 80GB, and not ``rtx409`` of the RTX 4090."""
+    """Keys of the first words of a name: ``a100`` for the A100 80GB, but not ``rtx409`` for the RTX 4090."""
     words = name.split()
     for first in (0, 1) if words[0] == "RTX" else (0,):
         yield from (_key(" ".join(words[first:last])) for last in range(first + 1, len(words)))

@@ -1,4 +1,4 @@
-"""The answer of a report: whether a step fits, in six lines, and the ways to train beside each other. Plain data."""
+"""The first lines of a report: whether a step fits, and the ways to train compared. Plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _GIB = 1 << 30
-#: Parts of a peak in a user's words; what is not here is in "other".
+#: Parts of a peak in a user's words; all parts not listed here count as "other".
 _GROUPS = {
     "weights": ("weights", "weight copies"),
     "gradients": ("gradients",),
@@ -18,18 +18,18 @@ _GROUPS = {
 }
 
 
-#: Share of a peak below which a difference is none: segments are whole, however little of the last one is used.
+#: Differences below this share of a peak count as none, since the allocator reserves whole segments.
 _NOTHING = 0.002
 
 
 @dataclass
 class Steps:
-    """How far the work on an answer is, as a line of progress says it."""
+    """The progress of the work on an answer, for a progress line."""
 
     what: str
     now: int = 0
     total: int = 0
-    """0: not known yet."""
+    """Number of parts of the work; 0 if not known yet."""
 
     def __str__(self) -> str:
         return f"{self.what}, part {self.now} of {self.total}" if self.total else self.what
@@ -42,9 +42,9 @@ class Largest:
     value: int
     """0 if not even the smallest fits."""
     is_all: bool = False
-    """Whether it is the most that was looked for: the positions of the model, or the limit of the search."""
+    """Whether `value` is the upper end of the search: the positions of the model, or another limit."""
     offloaded: int = 0
-    """Bytes that then wait in the memory of the CPU."""
+    """Bytes offloaded to CPU memory at this size."""
 
     def __str__(self) -> str:
         return f"{self.value}{' or more' if self.is_all else ''}" if self.value else "-"
@@ -52,25 +52,25 @@ class Largest:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train, and what it takes. Bytes of one device."""
+    """One way to train, and its memory and work. Bytes of one device."""
 
     name: str
     how: str
-    """What to do for it."""
+    """The code or setting that selects this way."""
     total: int
-    """At the peak of a step: what the process takes of the device."""
+    """Bytes of the device that the process takes at the peak of a step."""
     margin: int
     """How far `total` may be off."""
     peak: int
-    """Of live storages."""
+    """Bytes of live storages at the peak."""
     moment: str
     where: str
     parts: dict[str, int]
-    """What lives at the peak."""
+    """Live bytes of each part at the peak."""
     flops: float
-    """Of the step, relative to the stock step's."""
+    """FLOPs of the step, relative to the stock step."""
     moved: float
-    """Bytes that its operations read and write, relative to the stock step's."""
+    """Bytes that the operations read and write, relative to the stock step."""
     gradient_error: float = 0.0
     """0: exact but for rounding."""
     batch: Largest | None = None
@@ -82,21 +82,21 @@ class Way:
         return self.total + self.margin
 
     def fits(self, memory: int) -> bool:
-        """Whether it fits, margin included."""
+        """Whether this way fits in `memory` bytes, margin included."""
         return self.needs <= memory
 
     @property
     def needs_like_total(self) -> str:
-        """`needs` as a number in the unit in which `gib` tells `total`."""
+        """`needs` as a number in the unit in which `gib` prints `total`."""
         return _number(self.needs) if self.total >= _GIB else _mebi(self.needs)
 
     def saves_beside(self, stock: Way) -> bool:
-        """Whether it takes less than `stock`, by more than the allocator's rounding."""
+        """Whether this way takes less than `stock` by more than the allocator's rounding."""
         return stock.total - self.total > _NOTHING * stock.total
 
     @property
     def accuracy(self) -> str:
-        """Of its gradients."""
+        """The accuracy of the gradients, in words."""
         return f"approximate, by {self.gradient_error:.0%}" if self.gradient_error else "exact"
 
     def by_what(self) -> dict[str, int]:
@@ -107,7 +107,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Headline:
-    """What a report says first."""
+    """The first lines of a report."""
 
     model: str
     model_class: str
@@ -121,7 +121,7 @@ class Headline:
     others: tuple[Way, ...] = ()
     """Further ways, in the order of the table."""
     remedies: tuple[str, ...] = ()
-    """What to do next, the first advice first."""
+    """Advice on what to do next, the best advice first."""
     notes: tuple[str, ...] = ()
     approximate: bool = False
     """Whether the recipe changes gradients beyond rounding."""
@@ -133,7 +133,7 @@ class Headline:
 
     @property
     def peak_bytes(self) -> dict[str, dict[str, int]]:
-        """Of ``stock`` and ``memopt``: bytes of each part at the peak, which add up to what the process takes."""
+        """For ``stock`` and ``memopt``: bytes of each part at the peak; they add up to the total of the process."""
         return {way.name: way.by_what() for way in (self.stock, self.patched)}
 
     @property
@@ -151,7 +151,7 @@ class Headline:
         return self.stock, self.patched, *self.others
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """(what, answer): at most five, and the remedies."""
+        """(label, text) of each line: at most five, and the remedies."""
         stock, patched = self.stock, self.patched
         if self.memory is not None:
             yield "fits", self._fits(self.memory)
@@ -166,7 +166,7 @@ class Headline:
         yield from (("or" if number else "next", remedy) for number, remedy in enumerate(self.remedies))
 
     def _numbers(self) -> tuple[Callable[[int], str], str]:
-        """What writes the parts of a peak, and their unit: a small model's are hundredths of a GiB."""
+        """A function that formats the parts of a peak, and their unit: MiB for a small model."""
         return (_mebi, " MiB") if self.stock.total < 2 * _GIB else (_number, " GiB")
 
     def _fits(self, memory: int) -> str:
@@ -217,7 +217,7 @@ class Headline:
         return ", ".join(said)
 
     def _longest(self) -> str:
-        """Each exact way that goes further than those with less work, the furthest first."""
+        """Each exact way that fits longer sequences than all ways with fewer FLOPs, the longest first."""
         said: list[str] = []
         most = 0
         for way in sorted(self.ways(), key=lambda way: (way.flops, way is not self.patched)):
@@ -261,7 +261,7 @@ def _when(way: Way) -> str:
     moment = {"loss": "in the loss", "optimizer step": "in the optimizer's step"}.get(way.moment, f"in {way.moment}")
     if not way.where or way.moment not in ("forward", "backward"):
         return moment
-    # A block is near enough, and adapters wrap the model in a name of their own.
+    # Print the block instead of the module inside it, and without the prefix of adapters.
     block = re.match(r"(?:base_model\.model\.)?(.+?\.\d+(?=\.|$)|.+)", way.where)
     return f"{moment} ({block[1] if block else way.where})"
 
@@ -277,5 +277,5 @@ def _mebi(nbytes: int) -> str:
 
 
 def gib(nbytes: int) -> str:
-    """``20.0 GiB``, below one ``534 MiB``."""
+    """``20.0 GiB``, or ``534 MiB`` below one GiB."""
     return f"{_number(nbytes)} GiB" if abs(nbytes) >= _GIB else f"{nbytes / (1 << 20):.0f} MiB"

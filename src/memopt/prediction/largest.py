@@ -1,4 +1,4 @@
-"""The largest batch and the longest sequence that fit, found by few predictions."""
+"""Find the largest batch and the longest sequence that fit, with few predictions."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from memopt.prediction.headline import Largest
 from memopt.prediction.peak import MARGIN, Prediction
 from memopt.trace.events import Event, Storage
 
-#: Rows that no search goes beyond.
+#: The most rows that a search tries.
 MOST_ROWS = 512
-#: How far from a predicted number, as a share of it, its sketch is an answer; predictions that follow sketches.
+#: A sketch answers for sizes within this share of its own size; after so many predictions, the search bisects.
 _NEAR, _LOOKS = 0.25, 6
-#: Events of a step after which following the allocator takes longer than it is worth.
+#: The most events of a step with which a sketch simulates the allocator; with more it would take too long.
 _MOST_EVENTS = 50_000
-#: Parts of a step whose bytes are those of the parameters, whatever its size.
+#: Parts of a step whose bytes depend on the parameters and not on the size of the batch.
 _OF_PARAMETERS = frozenset(
     {"weights", "gradients", "optimizer states", "optimizer transients", "weight copies", "communication", "workspaces"}
 )
 
 
 class Sketch(Protocol):
-    """The need of steps of other sizes, told from one step: of a number of times its size, in bytes."""
+    """Estimates the bytes that a step of `times` the size of a predicted step needs."""
 
     def live(self, times: float) -> float:
-        """For live storages alone."""
+        """An estimate from live storages alone."""
 
     def needs(self, times: float) -> float:
-        """With what the allocator holds beside them."""
+        """An estimate that includes the allocator's unused bytes."""
 
 
 class Scaled:
-    """Steps of more or fewer rows than that of a prediction; with `by_length` of longer or shorter ones.
+    """Scales a prediction to another number of rows; with `by_length`, to another number of tokens in a row.
 
-    What belongs to the parameters stays, and what is of one size in the predictions of others. The rest grows with the
-    size, tensors of tokens x tokens with its square. Without others the sketch is too rough to follow the allocator.
+    Storages of parameters keep their size, and so do storages that have the same size in one of the `others`. The rest
+    grows linearly, tensors of tokens x tokens quadratically. Without `others` the allocator is not simulated.
     """
 
     def __init__(self, found: Prediction, others: Iterable[Prediction] = (), *, by_length: bool = False) -> None:
@@ -80,7 +80,7 @@ def _kind(storage: Storage) -> tuple[str, ...]:
 
 
 def _sizes(found: Prediction) -> dict[tuple[str, ...], int]:
-    """The most bytes of a storage of each kind."""
+    """Kind of storages -> bytes of the largest one."""
     most: dict[tuple[str, ...], int] = {}
     for event in found.events:
         kind = _kind(event.storage)
@@ -91,16 +91,16 @@ def _sizes(found: Prediction) -> dict[tuple[str, ...], int]:
 def largest(
     need: Callable[[int], int], limit: int, *, start: int, most: int, sketched: Callable[[int], Sketch]
 ) -> Largest:
-    """The largest whole number up to `most` of which `need` is at most `limit`.
+    """The largest whole number up to `most` whose `need` is at most `limit`.
 
-    It was predicted, and so was that one more does not fit; or both are told from the second prediction, or a later
-    one, of a number that is less than a quarter from both.
+    Either the prediction for this number fits and the one for the next does not, or both follow from the sketch of a
+    second or later prediction, whose number differs from both by less than a quarter.
 
     Args:
-        need: bytes for a number of rows, or of stretches of tokens; grows with it.
-        limit: bytes that there are.
-        start: where to begin.
-        sketched: what other numbers need, told from one whose `need` is known.
+        need: predicts the bytes for a number of rows, or of stretches of tokens; grows with this number.
+        limit: bytes of the device.
+        start: the first number to predict.
+        sketched: the sketch of a number whose `need` is known.
     """
     fits, too_much = 0, most + 1
     number = max(1, min(start, most))
@@ -119,6 +119,6 @@ def largest(
 
 
 def _told(numbers: range, limit: int, sketch: Sketch, known: int) -> int:
-    """The last of `numbers` that fits by the sketch of a `known` one, or the number before the first."""
+    """The last of `numbers` that fits by the sketch of `known`; if none fits, the number before the first."""
     alive = bisect_left(numbers, True, key=lambda each: sketch.live(each / known) > limit)
     return numbers[0] + bisect_left(numbers[:alive], True, key=lambda each: sketch.needs(each / known) > limit) - 1

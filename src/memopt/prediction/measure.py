@@ -1,4 +1,4 @@
-"""Real steps of a model with random weights, in a fresh process: what a prediction is compared with."""
+"""Run real steps of a model with random weights in a fresh process, to compare them with a prediction."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ _SECONDS = 3600
 
 @dataclass(frozen=True)
 class Measurement:
-    """Bytes of the second step. On a CUDA device those of its allocator, else of live storages."""
+    """Bytes in the second step: on a CUDA device as its allocator reports them, else bytes of live storages."""
 
     device: str
     allocated: int
     reserved: int | None
-    """Of the CUDA caching allocator; None on the CPU."""
+    """Bytes that the CUDA caching allocator reserves; None on the CPU."""
     rss: int
     """The most resident memory of the process."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A prediction beside a measurement on the device that was there, in bytes."""
+    """A prediction and a measurement on this machine's device, in bytes."""
 
     moment: str
     """When in the step the predicted peak falls."""
     predicted: int
-    """What live storages take at the peak, workspaces included."""
+    """Bytes of live storages at the peak, workspaces included."""
     predicted_reserved: int
     measured: Measurement
 
 
 def compare(of: Step, setup: Setup | None = None) -> Comparison:
-    """Predict a step and run it, on the CUDA device where there is one, else on the CPU; errors as `measure`'s."""
+    """Predict a step and run it, on the CUDA device if there is one, else on the CPU; raises as `measure`."""
     of = of.trained(cuda_kernels=torch.cuda.is_available())
     if of.training.train == "qlora":
         _check_bitsandbytes()
@@ -71,10 +71,10 @@ def compare(of: Step, setup: Setup | None = None) -> Comparison:
 
 
 def check_measurable(setup: Setup) -> None:
-    """Whether such a step can run here.
+    """Check that a step with this setup can be measured.
 
     Raises:
-        ModelError: it has several devices, an optimizer that is a formula, or gradients that are released.
+        ModelError: the setup has several devices, an optimizer that is not in `RUN`, or released gradients.
     """
     if setup.devices > 1 or setup.release_gradients or setup.optimizer not in RUN:
         what = "several devices" if setup.devices > 1 else "gradients that are released"
@@ -83,7 +83,7 @@ def check_measurable(setup: Setup) -> None:
 
 
 def measure(of: Step, setup: Setup | None = None) -> Measurement:
-    """Train for two steps, on the CUDA device where there is one.
+    """Train for two steps, on the CUDA device if there is one, and measure the second.
 
     Raises:
         ModelError: the steps cannot run: out of memory, a missing library, a setup of several devices.
@@ -107,7 +107,7 @@ def _failed(error: Exception) -> ModelError:
 
 
 def _apart(*given: Any) -> Measurement | ModelError:
-    """`_measured` in a fresh process; one of multiprocessing would run the caller's script again."""
+    """Run `_measured` in a fresh process; a process of `multiprocessing` would run the caller's script again."""
     path = os.pathsep.join(each or os.getcwd() for each in sys.path)
     done = subprocess.run(
         [sys.executable, "-c", "from memopt.prediction.measure import answer; answer()"],
@@ -121,9 +121,9 @@ def _apart(*given: Any) -> Measurement | ModelError:
 
 
 def answer() -> None:
-    """Measure what stdin holds, and write the measurement, or the error, to stdout: the process of :func:`measure`."""
+    """The process of :func:`measure`: reads its arguments from stdin, writes the measurement or error to stdout."""
     results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no result
+    os.dup2(2, 1)  # libraries' prints must not mix with the result
     found: Measurement | ModelError
     try:
         found = _measured(*pickle.load(sys.stdin.buffer))
@@ -207,7 +207,7 @@ def _check_bitsandbytes() -> None:
 
 
 def _by_bitsandbytes(model: PreTrainedModel, how: Quantisation, dtype: torch.dtype, *, cuda: bool) -> None:
-    """`memopt.trace.quantised.quantise` with the linears of bitsandbytes, whose weights are not packed yet."""
+    """Like `memopt.trace.quantised.quantise`, with the linears of bitsandbytes; their weights are packed later."""
     _check_bitsandbytes()
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps, and what its step allocates: by running it, on tensors without data."""
+"""The states of an optimizer and the storages that its step allocates, from a run on meta tensors or from a formula."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memopt.torch_compat import TorchDispatchMode, operator_schema, storage_id, 
 from memopt.trace.events import Event, Storage
 from memopt.trace.storages import tensors
 
-#: bitsandbytes/optim/optimizer.py: blocks of a statistic, the least elements of a tensor whose states have 8 bits, the
-#: entries of each of its two maps from codes to values, and the least elements of a tensor whose states are paged.
+#: bitsandbytes/optim/optimizer.py: elements in a block of a state, the least elements of a tensor whose states have 8
+#: bits, the entries of each of its two maps from codes to values, the least elements of a tensor with paged states.
 _BLOCK, _LEAST_8BIT, _MAP, _LEAST_PAGED = 256, 4096, 256, 100_000
 #: flashoptim/optimizers.py (0.1.4): elements that share a scale in fp16.
 _GROUP = 32
@@ -29,27 +29,27 @@ Form = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class OptimizerTrace:
-    """What an optimizer needs from its second step on."""
+    """The storages of an optimizer from its second step on."""
 
     states: tuple[Storage, ...]
-    """Kept between steps."""
+    """Storages that are kept between steps."""
     events: tuple[Event, ...]
-    """Of one step; what it allocates it frees."""
+    """Allocations and frees of one step; everything that the step allocates is freed."""
 
 
 @lru_cache(maxsize=32)
 def follow(
     forms: tuple[Form, ...], setup: Setup, cuda: bool = True, inside: tuple[bool, ...] | None = None
 ) -> OptimizerTrace:
-    """Follow a step of the optimizer of `setup` over parameters of these `forms`.
+    """Trace a step of the optimizer of `setup` for parameters of these `forms`.
 
-    Optimizers of PyTorch and transformers run; the others are formulas of their code.
+    Optimizers of PyTorch and transformers run, except the fused AdamW; it and the others are formulas of their code.
 
     Args:
-        forms: of the trained parameters, each once.
+        forms: shapes and dtypes of the trained parameters, one entry for each.
         setup: its `optimizer` and `momentum` are read.
-        cuda: PyTorch's foreach steps are those of lists there, and go from parameter to parameter on the CPU.
-        inside: whether each is in a block, for ``muon``; by default all are.
+        cuda: whether PyTorch's foreach steps work on lists of parameters, as on CUDA, or on one after another.
+        inside: for ``muon``, whether each parameter is in a block; by default all are.
     """
     name = setup.optimizer
     if name in _FORMULAS:
@@ -70,7 +70,7 @@ def follow(
 
 
 def _one_by_one(forms: Sequence[Form], setup: Setup, cuda: bool) -> OptimizerTrace:
-    """A step that goes from parameter to parameter: what it does for each form, once for each parameter."""
+    """A step that handles one parameter after another: the step of each form is copied for every parameter of it."""
     known = {form: _step([form], setup, cuda) for form in dict.fromkeys(forms)}
     states: list[Storage] = []
     events: list[Event] = []
@@ -82,9 +82,9 @@ def _one_by_one(forms: Sequence[Form], setup: Setup, cuda: bool) -> OptimizerTra
 
 
 def _repeated(traced: OptimizerTrace, few: Sequence[Form], forms: Sequence[Form]) -> OptimizerTrace | None:
-    """The trace over `forms` from that over `few` of them, two of each.
+    """The trace for all `forms`, from the trace for `few` of them, at most two of each.
 
-    A foreach step allocates and frees lists, of all parameters of one dtype; None if this one does anything else.
+    A foreach step allocates and frees lists with a tensor for every parameter of a dtype; None if this step differs.
     """
     each = len(traced.states) // len(few)
     states = {form: traced.states[at * each : at * each + each] for at, form in enumerate(few)}
@@ -123,7 +123,7 @@ def _step(forms: Sequence[Form], setup: Setup, cuda: bool) -> OptimizerTrace:
 
 
 class _Allocations(TorchDispatchMode):
-    """Records what the operations inside allocate, and when that is freed; tensors may be on the meta device."""
+    """Records the storages that operations inside allocate, and their frees; tensors may be on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ class _Allocations(TorchDispatchMode):
         self._watched.add(weakref.ref(storage, died))
 
     def freed(self) -> tuple[Event, ...]:
-        """The events of what does not live on."""
+        """The events of the storages that have been freed."""
         kept = set(self.living.values())
         return tuple(event for event in self.events if event.storage not in kept)
 
@@ -170,7 +170,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter] | nn.ParameterList, setup: Setup, *, foreach: bool) -> Any:
-    """The optimizer of `setup`, which is one of PyTorch or transformers."""
+    """The optimizer of `setup`, which must be one of PyTorch's or transformers'."""
     if setup.optimizer == "adamw-fused":
         return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     if setup.optimizer == "muon":
@@ -180,7 +180,7 @@ def make_optimizer(parameters: Sequence[nn.Parameter] | nn.ParameterList, setup:
     if setup.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
-        # As Trainer makes it.
+        # The arguments that Trainer passes.
         return Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=foreach)
 
@@ -188,7 +188,7 @@ def make_optimizer(parameters: Sequence[nn.Parameter] | nn.ParameterList, setup:
 def _states(optimizer: Any, *, cuda: bool) -> Iterator[Storage]:
     seen: set[int] = set()
     for leaf in tree_leaves(list(optimizer.state.values())):
-        if not isinstance(leaf, Tensor) or (cuda and not leaf.dim()):  # numbers of steps stay on the CPU
+        if not isinstance(leaf, Tensor) or (cuda and not leaf.dim()):  # step counters stay on the CPU
             continue
         storage = leaf.untyped_storage()
         if storage_id(storage) not in seen:
@@ -197,7 +197,7 @@ def _states(optimizer: Any, *, cuda: bool) -> Iterator[Storage]:
 
 
 def _fused(forms: Sequence[Form]) -> OptimizerTrace:
-    """torch/optim/adam.py: the numbers of steps are on the device too."""
+    """torch/optim/adam.py: the step counters are on the device too."""
     states = []
     for shape, dtype in forms:
         states += [_state(_numel(shape) * dtype.itemsize, _named(dtype), shape) for _ in range(2)]
@@ -226,9 +226,9 @@ def _bitsandbytes(forms: Sequence[Form], *, bits: int, paged: bool) -> Optimizer
 
 
 def _torchao(forms: Sequence[Form], *, bits: int) -> OptimizerTrace:
-    """torchao/optim/subclass_8bit.py, subclass_4bit.py; each state has a map of its own.
+    """torchao/optim/subclass_8bit.py, subclass_4bit.py; each state has a map from codes to values of its own.
 
-    The step is compiled for each tensor. What it allocates is that of the compiler's code for a CPU.
+    The step is compiled for each tensor. Its allocations are those of the code that the compiler makes for a CPU.
     """
     states: list[Storage] = []
     events: list[Event] = []
@@ -247,12 +247,12 @@ def _torchao(forms: Sequence[Form], *, bits: int) -> OptimizerTrace:
     return OptimizerTrace(tuple(states), tuple(events))
 
 
-#: Bytes an element of the buffers that live at once in torchao's compiled step, by the bits of its states.
+#: Bits of the states -> bytes per element of each buffer that lives at once in torchao's compiled step.
 _COMPILED = {8: (4, 4), 4: (1, 1, 4, 4, 8, 8)}
 
 
 def _flash(forms: Sequence[Form]) -> OptimizerTrace:
-    """flashoptim/optimizers.py: codes of both states, and an error of each weight in 8 bits (24-bit weights)."""
+    """flashoptim/optimizers.py: codes of both states, and 8 bits more for each 16-bit weight (24-bit weights)."""
     states = []
     for shape, dtype in forms:
         count = _numel(shape)

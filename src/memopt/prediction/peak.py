@@ -15,20 +15,20 @@ from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_
 from memopt.trace.trace import trace
 from memopt.trace.training import Step, Training
 
-#: Share of the reserved bytes: the margin of a prediction on a CUDA device.
+#: The margin of a prediction on a CUDA device, as a share of the reserved bytes.
 MARGIN = 0.03
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The second step of a run, when the optimizer has its states. Bytes of one device."""
+    """The prediction for the second step of a run, when the optimizer has its states; bytes of one device."""
 
     training: Training
     setup: Setup
     resident: tuple[Storage, ...]
     """The storages that live throughout the step."""
     events: tuple[Event, ...]
-    """All allocations and frees of the step, in order; what it allocates it frees."""
+    """All allocations and frees of the step, in order; everything that the step allocates is freed."""
     peak: Peak
     assumptions: tuple[str, ...]
     trace: Trace = field(repr=False)
@@ -40,7 +40,7 @@ class Prediction:
 
     @property
     def where(self) -> str:
-        """The module that allocates then."""
+        """The module that allocates at the peak."""
         return self.peak.where
 
     @property
@@ -76,7 +76,7 @@ class Prediction:
 
     @property
     def offloaded(self) -> int:
-        """Bytes that wait in the memory of the CPU; copies back are not traced."""
+        """Bytes offloaded to CPU memory; copies back are not traced."""
         return sum(each.copied for each in self.trace.operations)
 
     @property
@@ -111,7 +111,7 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
     step += [*optimizer.events, *(Event(each, False, "optimizer step") for each in share.copies)]
     events = [*share.events, *step]
     if setup.accumulation > 1:
-        # Later micro-batches add to the gradients of the first; their own live until they are added.
+        # Later micro-batches add to the gradients of the first; their own gradients are freed after the addition.
         resident += [Storage(each.nbytes, each.part, each.module) for each in share.gradients]
         events = [*share.accumulating(), *step]
     elif setup.release_gradients:

@@ -20,7 +20,7 @@ CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_WORKSPACE_HOPPER = 32 * MIB
 #: Bytes that a process takes of a device before it allocates anything, with lazily loaded kernels (CUDA 12).
 CUDA_CONTEXT = 512 * MIB
-#: What each optimizer is: its implementation, the bytes that its states take an element, what its step allocates.
+#: Description of each optimizer: its implementation, the bytes of its states, and the allocations of its step.
 OPTIMIZERS: dict[Optimizer, str] = {
     "adamw-fused": "torch.optim.AdamW(fused=True), Trainer's default; two states in the weights' dtype, no copies",
     "adamw-foreach": "torch.optim.AdamW, foreach; two states in the dtype of the weights, a copy of all in its step",
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[Optimizer, str] = {
     "sgd": "torch.optim.SGD, foreach",
     "adafactor": "transformers' Adafactor as Trainer makes it, no first moment",
 }
-#: Trainer's `optim` for those that it has.
+#: The value of Trainer's `optim` for each optimizer that Trainer has.
 TRAINER_NAMES: dict[Optimizer, str] = {
     "adamw-fused": "adamw_torch_fused", "adamw-foreach": "adamw_torch", "adamw8bit": "adamw_bnb_8bit",
     "adamw-paged": "paged_adamw_32bit", "adamw8bit-paged": "paged_adamw_8bit", "adamw8bit-torchao": "adamw_torch_8bit",
@@ -50,14 +50,14 @@ _ON_WHOLE_TENSORS = ("muon", "adamw-offload")
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained, beside `memopt.trace.training.Training`."""
+    """The settings of training that `memopt.trace.training.Training` does not have: optimizer, devices, allocator."""
 
     optimizer: Optimizer = "adamw-fused"
-    """`OPTIMIZERS` says what each is."""
+    """One of `OPTIMIZERS`, which describes each."""
     momentum: float = 0.0
-    """Of ``sgd``."""
+    """The momentum of ``sgd``."""
     accumulation: int = 1
-    """Micro-batches in a step. With more than one, gradients live in forward too."""
+    """Micro-batches in a step. With more than one, gradients also live during forward."""
     release_gradients: bool = False
     """Whether `memopt.release_gradients` steps each parameter in backward, and frees its gradient."""
     sharding: Sharding = "none"
@@ -69,14 +69,14 @@ class Setup:
     context: int = CUDA_CONTEXT
     """Bytes of the CUDA context."""
     memory: int | None = None
-    """Bytes of the device, where PyTorch gives unused segments back before it is out of memory; None: it has room."""
+    """Bytes of the device: PyTorch releases unused segments before it runs out of memory; None: enough for all."""
 
     def __post_init__(self) -> None:
-        """Check the numbers, and that there is a formula.
+        """Check the numbers, and that this combination of settings can be predicted.
 
         Raises:
-            UsageError: `devices` or `accumulation` is below 1, one device is to share or several share nothing, or the
-                optimizer does not step what sharding leaves on a device.
+            UsageError: `devices` or `accumulation` is below 1, `sharding` is set for one device or missing for several,
+                or the optimizer is not predicted with this sharding or with released gradients.
         """
         if self.devices < 1 or self.accumulation < 1:
             raise UsageError(f"Devices ({self.devices}) and micro-batches ({self.accumulation}) have to be 1 or more.")
@@ -89,7 +89,7 @@ class Setup:
             raise UsageError(f"Gradients are released on one device, without accumulation, and not by {others}.")
         hint = "Change sharding or optimizer."
         if self.sharding.startswith("zero") and self.optimizer not in _DIVIDED_BY_ZERO:
-            # It steps flat fp32 parts, which have no rows, columns or small tensors.
+            # ZeRO steps flat fp32 parts, which have no rows, columns or small tensors.
             known = ", ".join(_DIVIDED_BY_ZERO)
             raise UsageError(f"Sharding '{self.sharding}' is predicted for {known}, not for {self.optimizer}.", hint)
         if self.sharding == "fsdp" and self.optimizer in _ON_WHOLE_TENSORS:
@@ -97,11 +97,11 @@ class Setup:
 
     @property
     def can_release(self) -> bool:
-        """Whether the optimizer could step one parameter at a time, in backward."""
+        """Whether the optimizer could step one parameter at a time during backward."""
         return self.devices == self.accumulation == 1 and self.optimizer not in _ON_WHOLE_TENSORS
 
     def may_release(self, precision: str) -> bool:
-        """Whether gradients could be released, and are not; where losses are scaled (fp16), all are looked at."""
+        """Whether gradients could be released, but are not; never with fp16, whose loss scaler reads all gradients."""
         return self.can_release and not (self.release_gradients or precision.startswith("fp16"))
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
-"""The bytes of each of several devices: sharding divides some, and adds buffers.
+"""The bytes of one of several devices: sharding divides some storages and adds buffers.
 
-DDP: torch/nn/parallel/distributed.py. FSDP2: torch/distributed/fsdp/_fully_shard (a group a block, and one for the
-rest), within a percent of PyTorch's FSDPMemTracker. ZeRO: the tensors that DeepSpeed 0.19 holds in two processes on the
-CPU (docs/fit.md says which were compared), with the defaults of its settings (deepspeed/runtime/zero/config.py). Bytes
-are of the device that holds most.
+DDP: torch/nn/parallel/distributed.py. FSDP2: torch/distributed/fsdp/_fully_shard (a group for each block, and one for
+the rest), within a percent of PyTorch's FSDPMemTracker. ZeRO: the tensors that DeepSpeed 0.19 holds in two processes on
+the CPU (docs/fit.md lists those compared), with its default settings (deepspeed/runtime/zero/config.py). Bytes are
+those of the device that holds most.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from memopt.prediction.optimizers import Form
 from memopt.prediction.setup import Setup
 from memopt.trace.events import Event, Parameter, Storage, Trace
 
-#: Elements: DeepSpeed's ``reduce_bucket_size``, ``stage3_prefetch_bucket_size``, ``stage3_param_persistence_threshold``
-#: and ``stage3_max_live_parameters``.
+#: Elements in DeepSpeed's ``reduce_bucket_size``, ``stage3_prefetch_bucket_size``,
+#: ``stage3_param_persistence_threshold`` and ``stage3_max_live_parameters``.
 _REDUCED, _PREFETCHED, _PERSISTENT, _LIVE = 500_000_000, 50_000_000, 100_000, 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of one device."""
+    """The part of a step that one device holds."""
 
     resident: tuple[Storage, ...]
     events: tuple[Event, ...]
-    """Of forward and backward."""
+    """Allocations and frees of forward and backward."""
     gradients: tuple[Storage, ...]
-    """What of `events` the optimizer's step frees."""
+    """Storages of `events` that are freed after the optimizer's step."""
     forms: tuple[Form, ...]
-    """What the optimizer steps."""
+    """Shapes and dtypes of the parameters that the optimizer steps."""
     copies: tuple[Storage, ...] = ()
     """Storages that live only in the optimizer's step, beside its own allocations."""
     notes: tuple[str, ...] = ()
 
     def accumulating(self) -> Iterator[Event]:
-        """`events` of a later micro-batch: a gradient is freed once it is added."""
+        """`events` of a later micro-batch, where a gradient is freed once it is added to that of the first."""
         added = set(self.gradients)
         for event in self.events:
             yield event
@@ -47,9 +47,9 @@ class Share:
                 yield Event(event.storage, False, event.moment)
 
     def released(self, step_of: Callable[[Storage], Iterable[Event]]) -> Iterator[Event]:
-        """`events` where the optimizer steps a parameter when its gradient is complete, and frees the gradient.
+        """`events`, where the optimizer steps each parameter once its gradient is complete, and frees the gradient.
 
-        It is complete when another module allocates; one that is a sum, when its last term has been added.
+        A gradient is complete when another module allocates and, if it is a sum, its last term has been added.
         """
         added = {
             (event.storage.shape, event.storage.dtype): at
@@ -94,8 +94,8 @@ def _fsdp(traced: Trace, devices: int) -> Share:
             groups[block_of(traced, each.name)] += each.nbytes
     rest = groups.pop("", 0)
     largest = max(groups.values(), default=0)
-    # Forward leaves the group around the blocks gathered. Of blocks, one lives in its parameters and one in a flat
-    # buffer: in forward the same one, or the one before; in backward the next.
+    # Forward leaves the group around the blocks gathered. Beside it live one block's parameters and one flat buffer: in
+    # forward of the same block or the one before, in backward of the next.
     gathered = [_buffer(rest, "all-gather"), *(_buffer(largest, "all-gather") for _ in range(2))]
     *weights, batch = traced.resident()
     shards: list[Storage] = []
@@ -112,7 +112,7 @@ def _fsdp(traced: Trace, devices: int) -> Share:
     before: list[Storage] = []
 
     def scatter(group: str) -> None:
-        # The group is freed, and its gradients are copied into one buffer, in place of that of the group before.
+        # Free the gathered group and the flat buffer of the group before; copy the group's gradients into a new buffer.
         nbytes = sum(each.nbytes for each in of_group[group])
         flat, part = _buffer(nbytes, "reduce-scatter"), Storage(-(-nbytes // devices), "gradients", group)
         events.extend(Event(each, False, "backward") for each in (*before, gathered.pop()))
@@ -145,18 +145,18 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
     width = max((each.dtype.itemsize for each in trained), default=2)
     part = -(-elements // devices)
     resident = [each for each in traced.resident() if stage < 3 or each.part != "weights"]
-    buffers = [_REDUCED * width]  # whole, however few gradients there are
+    buffers = [_REDUCED * width]  # full size, even if there are fewer gradients
     if stage == 3:
         large = [each for each in traced.parameters if not each.is_buffer and _numel(each) >= _PERSISTENT]
         small = sum(each.nbytes for each in traced.parameters) - sum(each.nbytes for each in large)
         resident.append(Storage(small + -(-sum(each.nbytes for each in large) // devices), "weights"))
         buffers.append(min(_LIVE + _PREFETCHED, sum(map(_numel, large))) * width)
-    # Of fp32 weights too: a copy of the device's part.
+    # An fp32 copy of the device's part of the weights, even if the weights are fp32.
     resident.append(Storage(4 * part, "optimizer states", "", "fp32 weights", "float32", (part,)))
     resident += [_buffer(nbytes, "buckets") for nbytes in buffers]
     events, gradients = list(traced.events), list(traced.gradients)
     if stage > 1:
-        # A gradient is reduced from a bucket; the device keeps its part.
+        # A gradient is reduced from a bucket; the device keeps its own part and frees the whole.
         events, gradients = [], []
         whole = set(traced.gradients)
         for event in traced.events:
@@ -175,7 +175,7 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
 
 
 def block_of(traced: Trace, name: str) -> str:
-    """The block of a module or parameter, without adapters' prefixes; empty outside."""
+    """The block of a module or parameter, whatever prefix adapters gave it; empty outside the blocks."""
     return next((block for block in traced.blocks if f"{block}." in f"{name}."), "")
 
 

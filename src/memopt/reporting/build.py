@@ -1,4 +1,4 @@
-"""From a model id or folder to the comparison of stock and patched, from the config alone."""
+"""Compare stock and patched model, given by a model id or folder, from the config alone."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def compare_training(request: Request) -> Comparison:
     """The bytes that a training step saves for backward, before and after patching; raises the errors of
     `memopt.report`.
 
-    Without sizes and inputs the batch may have another size: that of a patched folder's manifest, or, if memopt can
-    guess no inputs, one from the folder's processor.
+    If the request has neither sizes nor inputs, the batch comes from a patched folder's manifest or, if memopt can
+    guess no inputs, from the folder's processor.
     """
     inputs, folder = request.inputs, Path(request.model).expanduser()
     subject = subject_of(request)

@@ -17,16 +17,16 @@ from memopt.reporting.html.shapes import Chart, share, ticks
 from memopt.trace.events import PARTS, Part
 from memopt.trace.trace import trace
 
-#: Moments of a chart: two in each column of one that is a few hundred columns wide.
+#: The most moments in a chart: two for each column of a chart that is a few hundred columns wide.
 _SHOWN = 600
 _MOMENTS = {"loss": "the loss", "optimizer step": "the optimizer step"}
 
 
 def predictions(comparison: Comparison, setup: Setup) -> list[Prediction]:
-    """The step of the stock and of the patched model.
+    """The predictions for the stock and the patched model.
 
     Raises:
-        ModelError: one of them cannot be traced.
+        ModelError: one of the two steps cannot be traced.
     """
     of = comparison.step
     assert of is not None, "a comparison by compare_training has one"
@@ -35,7 +35,7 @@ def predictions(comparison: Comparison, setup: Setup) -> list[Prediction]:
 
 
 def chart(name: str, prediction: Prediction) -> Chart:
-    """Memory over the second step: all allocations of the process on the device, lasting ones included."""
+    """Chart of memory over the second step: all storages of the process on the device, also the lasting ones."""
     events, now = prediction.events, dict.fromkeys(PARTS, 0)
     for storage in prediction.resident:
         now[storage.part] += storage.nbytes
@@ -71,10 +71,10 @@ def chart(name: str, prediction: Prediction) -> Chart:
 
 
 def thinned(changes: Sequence[int], limit: int = _SHOWN) -> tuple[list[int], int]:
-    """(the numbers of the `changes` of bytes that a chart shows, the place of the peak among them).
+    """(indices of the `changes` of bytes that a chart shows, index of the peak among them).
 
-    Each of limit/2 spans of changes shows its moments with the most and the fewest live bytes, so neither the peak nor
-    a spike is lost.
+    Of each of limit/2 spans, the moments with the most and the fewest live bytes are shown, so that neither the peak
+    nor a spike is lost.
     """
     totals = list(accumulate(changes))
     span = -(-2 * len(changes) // limit) or 1
@@ -116,7 +116,7 @@ def drawn_frontier(found: Frontier) -> SimpleNamespace:
 
 
 def ways_table(headline: Headline) -> SimpleNamespace:
-    """The ways to train, beside each other: heads, and rows of (text, what its column is sorted by)."""
+    """A table of the ways to train: heads, and rows of (text, value by which the column is sorted)."""
     found = columns(headline)
     return SimpleNamespace(
         title="Ways to train",

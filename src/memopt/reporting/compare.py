@@ -39,7 +39,7 @@ SCOPE = (
 )
 #: Rows below this share of a unit are summed in one line.
 _SMALL = 0.02
-#: And those below this share of the peak.
+#: Rows of the peak's table below this share of the peak are summed in one line.
 _SMALL_OF_PEAK = 0.005
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def what(self) -> str:
-        """``30 x bf16 1x512x576``."""
+        """Number, dtype and shape of the tensors: ``30 x bf16 1x512x576``."""
         count = self.count_before or self.count_after
         text = f"{_SHORT_DTYPES.get(self.dtype, self.dtype)} {'x'.join(map(str, self.shape))}".rstrip()
         return text if count == 1 else f"{count} x {text}"
@@ -66,15 +66,15 @@ class Row:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks that save the same."""
+    """Blocks whose saved tensors are alike."""
 
     blocks: tuple[str, ...]
     rows: tuple[Row, ...]
-    """Of one such block."""
+    """The rows of one such block."""
 
     @property
     def title(self) -> str:
-        """``30 blocks alike, layers.0 to layers.29: each of them``."""
+        """Heading of the table: ``30 blocks alike, layers.0 to layers.29: each of them``."""
         first, last = self.blocks[0], self.blocks[-1]
         return first if first == last else f"{len(self.blocks)} blocks alike, {first} to {last}: each of them"
 
@@ -89,7 +89,7 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one training step saves for backward, stock and patched."""
+    """The tensors that one training step saves for backward, stock and patched."""
 
     model: str
     model_class: str
@@ -99,14 +99,14 @@ class Comparison:
     after: Account
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, Any] | None = None
-    """Form of the given batch (`memopt.walk.calls.batch.describe`); None if one was made."""
+    """Description of the given batch (`memopt.walk.calls.batch.describe`); None if inputs were guessed."""
     sections: tuple[Section, ...] = ()
     """Sections that patches add."""
     step: Step | None = field(default=None, repr=False, compare=False)
-    """What was traced."""
+    """The step that was traced."""
 
     def __str__(self) -> str:
-        """What `memopt report` prints."""
+        """The tables that `memopt report -v` prints."""
         return as_text(comparison_tables(self))
 
     @property
@@ -154,7 +154,7 @@ class Comparison:
         return tuple(sorted(rows, key=lambda row: (order.index(row[0]), -max(row[2:]))))
 
     def rest(self) -> tuple[Row, ...]:
-        """What is saved outside of single blocks."""
+        """Rows of the tensors that are saved outside of single blocks."""
         outside = ([each for each in account.storages if each.part != "block"] for account in (self.before, self.after))
         return compare_rows(*outside)
 
@@ -197,7 +197,7 @@ def compare_rows(before: Sequence[SavedStorage], after: Sequence[SavedStorage]) 
 
 
 def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
-    """In order: title, a table per kind of block, the rest of the model, the sums, what is counted."""
+    """In order: title, a table for each kind of block, the rest of the model, the sums, notes on the counting."""
     unit = comparison.before.unit
     yield line(f"{comparison.model} ({comparison.model_class}), recipe {comparison.recipe}", "bold")
     yield line(f"{comparison.training}")
@@ -225,7 +225,7 @@ def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def summary(comparison: Comparison) -> str:
-    """The lines that matter."""
+    """The change of the saved bytes and, if it is known, of the peak of a step."""
     accounts = (comparison.before, comparison.after)
     lines = [_change("saved for backward", *(account.total for account in accounts))]
     if comparison.has_step:

@@ -1,4 +1,4 @@
-"""A report's answer as terminal lines, and the ways to train as a table."""
+"""The first lines of a report as terminal output, with the ways to train as a table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from memopt.reporting.text import as_text, line, percent
 
 @dataclass(frozen=True)
 class Fit(Headline):
-    """The answer of :func:`memopt.fit`; `print` shows what ``memopt report`` prints."""
+    """The answer of :func:`memopt.fit`; `print` shows the output of ``memopt report``."""
 
     @classmethod
     def of(cls, headline: Headline) -> Self:
-        """The same answer."""
+        """`headline` as a `Fit`."""
         values: dict[str, Any] = {each.name: getattr(headline, each.name) for each in fields(headline)}
         return cls(**values)
 
@@ -30,7 +30,7 @@ class Fit(Headline):
 
 
 def headline_tables(headline: Headline) -> Iterator[RenderableType]:
-    """The lines, the table of ways, and the assumptions."""
+    """The lines of the answer, the table of ways to train, and the assumptions."""
     yield line(f"{headline.model} ({headline.model_class}), recipe {headline.recipe}", "bold")
     yield line(headline.training)
     yield Text()
@@ -68,9 +68,9 @@ WORDS = frozenset({"way to train", "fits", "gradients"})
 
 
 def columns(headline: Headline) -> dict[str, Callable[[Way], tuple[str, Any]]]:
-    """Heading -> what a way has in that column, and what the column is sorted by.
+    """Heading -> function that returns (text of a way's cell, value by which the column is sorted).
 
-    Beside the largest batch what a step needs; beside the longest sequence what then waits in the memory of the CPU.
+    Columns for the largest batch come with the bytes that a step needs, the longest sequence with bytes in CPU memory.
     """
     memory, stock = headline.memory, headline.stock
     found: dict[str, Callable[[Way], tuple[str, Any]]] = {

@@ -101,6 +101,6 @@ class _Device:
         """The text of a block in the viewer: its purpose, the operator and the module."""
         key = (storage.part, storage.operation, storage.module)
         names = ((storage.part, "part"), (storage.operation, "operation"), (storage.module, "module"))
-        # Interned: the file is the same, whether a fork traced the step or this process.
+        # Interned, so that the file has the same bytes whether a fork or this process traced the step.
         found = [{"filename": kind, "line": 0, "name": sys.intern(name)} for name, kind in names if name]
         return self._frames.setdefault(key, found)

@@ -57,7 +57,7 @@ def coverage_totals(plan: PlanView) -> list[str]:
 
 
 def checks_table(checks: Sequence[Check]) -> RenderableType:
-    """Every check with its number, limit and reference; passed checks of a kind are one row."""
+    """Every check with its number, limit and reference; passed checks that differ only in subject are one row."""
     parts: list[RenderableType] = []
     for level, same_level in groupby(checks, key=lambda check: check.level):
         parts.append(Text(level, style="bold"))
@@ -83,7 +83,7 @@ def checks_table(checks: Sequence[Check]) -> RenderableType:
 
 
 def checks_summary(checks: Sequence[Check]) -> RenderableType:
-    """A row a level: its number of checks, and the one nearest to its limit. Then in full what did not pass."""
+    """One row for each level: its number of checks, and the check nearest to its limit; then all failures in full."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=False)
     for _ in range(3):
         table.add_column(no_wrap=True)
@@ -132,7 +132,7 @@ def _grouped(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def _where(group: list[Entry]) -> str:
-    """One name for all: ``layers.0..29.norm``, ``layers.{0,2,5..7}.norm``."""
+    """One name for all sites of a group: ``layers.0..29.norm``, ``layers.{0,2,5..7}.norm``."""
     found = [_INDEX.findall(entry.site) for entry in group]
     columns = iter([sorted({int(index) for index in column}) for column in zip(*found, strict=True)])
     return _INDEX.sub(lambda match: _ranges(next(columns)), group[0].site) or "(the model)"
@@ -147,7 +147,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _relative(entry: Entry) -> str:
-    """The reason, without the prefix (its block) that names in it share with the site's own name."""
+    """The reason, where module names lose the prefix (the block) that they share with the site's own name."""
     parts = entry.site.split(".")
     prefixes: Iterable[str] = (".".join(parts[:length]) + "." for length in range(len(parts) - 1, 0, -1))
     prefix = next((prefix for prefix in prefixes if prefix in entry.reason), "")

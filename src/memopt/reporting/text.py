@@ -1,4 +1,4 @@
-"""The console of every table, which escapes a stranger's text, and tables as text for `print`."""
+"""The console for all tables, which escapes untrusted text, and tables rendered as text for `print`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memopt.errors import printable
 
 
 class Terminal(Console):
-    """A console without markup, highlights and emoji codes that escapes control characters of terminals. The streams of
-    the command line pass its own control sequences and escape all others.
+    """A console without markup, highlighting and emoji codes, which escapes control characters of terminals in texts.
+    It writes to the stream beneath the escaping streams of the command line, so its own control sequences pass.
     """
 
     def __init__(self, file: Any = None, **options: Any) -> None:
@@ -48,5 +48,5 @@ def as_text(renderables: Iterable[RenderableType]) -> str:
 
 
 def percent(change: float) -> str:
-    """``-47 %`` of -0.47."""
+    """``-47 %`` for -0.47."""
     return f"{100 * change:+.0f} %" if round(100 * change) else "0 %"

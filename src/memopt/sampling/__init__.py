@@ -7,7 +7,7 @@
     for batch in DataLoader(data, ...):
         model(**batch).loss.backward()                         # the batch holds "memopt_index"
 
-Without it rows are drawn by their own norms, which is unbiased too, with more noise.
+Without remembered gradients, rows are drawn by their own norms: the gradient is unbiased too, with more noise.
 """
 
 from typing import TYPE_CHECKING, Any

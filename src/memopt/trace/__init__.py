@@ -1,1 +1,1 @@
-"""A training step, traced from the config alone: what is saved, allocated, freed and computed, and why."""
+"""Trace a training step from the config alone: its saved tensors, its allocations and frees, and its operations."""

@@ -1,10 +1,9 @@
-"""Which operation saves which bytes for backward: an account of one forward, real or traced.
+"""An account of one forward, real or traced: how many bytes each operation saves for backward.
 
-Saved-tensor hooks see every saved tensor. Each storage counts once, with all its bytes, at its first save.
-memopt's own hooks run inside these and pass on the tensors that they really save, so the same account measures stock
-and patched
-models. `live_bytes` is the independent check: it counts live storages, and so finds what hooks do not see, e.g. a
-tensor in an attribute of an autograd context.
+Saved-tensor hooks see every saved tensor. Each storage counts once, with all its bytes, at its first save. memopt's own
+hooks run inside these hooks and pass on the tensors that they really save, so one account measures both stock and
+patched models. `live_bytes` is an independent check: it counts live storages, so it also finds tensors that hooks do
+not see, e.g. an attribute of an autograd context.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ class Blocks:
         return len(self._calls)
 
     def entered_before(self, save: Save) -> int:
-        """How many calls of blocks had begun when it was saved."""
+        """Number of calls of blocks that had begun at `save`."""
         return bisect_right(self._calls, save.modules_entered)
 
     def of(self, save: Save) -> str:
-        """The innermost block that was running, or whose checkpoint was; empty outside the blocks.
+        """The innermost block that was running at `save`, or whose checkpoint saved; empty outside the blocks.
 
-        Older transformers checkpoints a block from outside: then it is the module that is entered next.
+        Older transformers releases checkpoint a block from outside: the block is then the next module that is entered.
         """
         running = next((name for name in reversed(save.modules) if name in self._names), "")
         if running or save.operation != CHECKPOINT:
@@ -111,7 +110,8 @@ class SavedStorage:
     cause: str
     """One of `memopt.trace.causes.CAUSES`."""
     module: str = ""
-    """The innermost module that was running when it was allocated; of codes, the one of their tensor."""
+    """The innermost module that was running when it was allocated; for codes, when the replaced tensor was
+    allocated."""
 
     @property
     def savers_modules(self) -> frozenset[str]:
@@ -148,7 +148,7 @@ class Account:
 
     @property
     def step(self) -> Activations | None:
-        """What lives over the whole step; None if no backward was run."""
+        """Live storages over forward and backward; None if no backward was traced."""
         return None if self.trace is None else self.trace.activations
 
     def per_part(self) -> dict[Part, int]:
@@ -156,7 +156,7 @@ class Account:
         return _sums((storage.part, storage.nbytes) for storage in self.storages)
 
     def per_block(self) -> dict[str, int]:
-        """Bytes that each block alone saves, in order of execution; shared storages are not in it."""
+        """Block -> bytes that this block alone saves, in order of execution; shared storages are left out."""
         return {block: sum(storage.nbytes for storage in self.of_block(block)) for block in self.blocks}
 
     def per_cause(self, block: str | None = None) -> dict[str, int]:
@@ -185,14 +185,14 @@ def account(
     sites: Sites | None = None,
     notes: Sequence[str] = (),
 ) -> Account:
-    """Count what the forward `run` saves for backward.
+    """Count the tensors that the forward `run` saves for backward.
 
     Args:
         model: its parameters and buffers are not counted.
         run: one forward; returns the loss, or anything that holds it (a model output, a dict, a tuple). A graph that
             is not reachable from the returned tensors is not counted.
         blocks: names of the repeated blocks (``Sites.blocks``).
-        sites: what the walk found; without it, norms and activations of several operations are not recognised.
+        sites: the sites of the model; without them, norms and activations of several operations are not recognised.
         notes: sentences for the reader of the account.
     """
     running = Blocks(model, blocks)
@@ -216,15 +216,15 @@ def account(
 
 
 def live_bytes(run: Callable[[], Any]) -> int:
-    """Bytes of the storages that `run` allocated and that still live beside its graph, whoever refers to them.
+    """Bytes of the storages that `run` allocated and that are alive when only its graph is kept.
 
-    The returned tensors are freed first. The result equals `Account.total`, unless hooks miss something.
+    The returned tensors are freed first. Any reference counts. The result equals `Account.total` if hooks miss nothing.
     """
     return live_by_module(run).total()
 
 
 def live_by_module(run: Callable[[], Any], module: Callable[[], str] = str) -> Counter[str]:
-    """The same for each of the modules that `module` names while `run` allocates."""
+    """The bytes of `live_bytes` by module: `module` returns the name of the module that is running."""
     tracker = StorageTracker(module)
     with tracker:
         graph = _graph(run())
@@ -235,9 +235,9 @@ def live_by_module(run: Callable[[], Any], module: Callable[[], str] = str) -> C
 
 
 def _graph(result: Any) -> list[Any]:
-    """What keeps the graph of every tensor in `result` alive when these are freed.
+    """Gradient edges that keep the graph of every tensor in `result` alive after these tensors are freed.
 
-    The node of a `torch.autograd.Function` alone does not in PyTorch before 2.13; a gradient edge does.
+    Before PyTorch 2.13, a reference to the node of a `torch.autograd.Function` does not keep its graph alive.
     """
     leaves = tree_leaves(dict(result) if isinstance(result, dict) else result)
     return [get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]

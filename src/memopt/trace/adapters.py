@@ -29,7 +29,7 @@ def add_adapters(
 
     Args:
         model: changed in place, as PEFT does.
-        sites: tells which linears the blocks have.
+        sites: the sites of the model, with the linears of its blocks.
         rank: rank of every adapter.
         targets: ``("all-linear",)``, or names of linears: the last part of their module name, or its beginning
             (``q`` for ``q_proj`` or ``query``), or whole module names.
@@ -37,7 +37,7 @@ def add_adapters(
         fp32: adapters in fp32 beside 16-bit weights.
 
     Raises:
-        ModelError: peft is not installed, no linear has such a name, or one does more than a linear.
+        ModelError: peft is not installed, no linear has such a name, or a linear returns more than one tensor.
     """
     check_peft()
     from peft import LoraConfig, get_peft_model
@@ -70,7 +70,7 @@ def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
         base = module._modules.get("base_layer")
         if not isinstance(base, nn.Linear) or type(base).forward is nn.Linear.forward:
             continue
-        if type(base.weight) is not nn.Parameter:  # 4 bits of bitsandbytes run when they have values
+        if type(base.weight) is not nn.Parameter:  # a 4-bit linear of bitsandbytes needs values to run
             continue
         output = base(base.weight.new_empty(2, base.in_features))
         if not isinstance(output, Tensor):
@@ -85,12 +85,12 @@ def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
 
 
 def _on_4_bits() -> type[nn.Module]:
-    """PEFT's layer on a `Linear4bit`: that of peft/tuners/lora/bnb.py, which is defined beside bitsandbytes alone."""
+    """PEFT's layer for a `Linear4bit`, as in peft/tuners/lora/bnb.py, which PEFT defines only beside bitsandbytes."""
     from peft.tuners.lora.layer import Linear
 
     class Adapted(Linear):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            # PEFT asks for the autocast of CUDA, where it casts nothing itself.
+            # PEFT's layer casts nothing itself if autocast is on for CUDA.
             casts = not (getattr(self.base_layer, "cuda_kernels", False) and torch.is_autocast_enabled("cpu"))
             result: Tensor = self.base_layer(x).clone()
             for name in self.active_adapters:
@@ -100,7 +100,7 @@ def _on_4_bits() -> type[nn.Module]:
                 result = result + (output.to(result.dtype) if casts else output)
             return result
 
-    # Its name too, by which the forward is recognised.
+    # memopt recognises PEFT's forward by its module and qualified name.
     Adapted.forward.__module__, Adapted.forward.__qualname__ = "peft.tuners.lora.bnb", "Linear4bit.forward"
     return Adapted
 

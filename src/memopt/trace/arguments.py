@@ -102,7 +102,7 @@ def group_experts(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Model:
-    """Equal to another of the same two objects."""
+    """A cache key: equal to a key that holds the same two objects."""
 
     config: PreTrainedConfig
     sites: Sites
@@ -118,11 +118,11 @@ class _Model:
 def _example(of: _Model, size: Training) -> Example:
     finder = _finder(of, size.precision, size.dropout)
     if of.sites.functions and finder.by_shapes is None and (size.seq or 0) > _SHORT:
-        finder.find(replace(size, seq=_SHORT))  # scans take long, and so every try
+        finder.find(replace(size, seq=_SHORT))  # a scan is slow, so attempts are made on a short row
     return finder.find(size)
 
 
-#: Tokens with which the arguments of a model with scans are found first.
+#: Tokens in a row for the first attempts on a model with scans.
 _SHORT = 256
 
 
@@ -145,9 +145,9 @@ class _Finder:
     """`model` with a few blocks."""
     functions: Sequence[FunctionSite]
     by_shapes: int | None = None
-    """The number of the candidate that runs by shapes alone, at every size as at the first; None if none is known."""
+    """Index of the candidate arguments that run without values, which serve every size; None if not known."""
     first: Example | None = None
-    """Its first example."""
+    """The first example with these candidate arguments."""
 
     def find(self, size: Training) -> Example:
         tried = itertools.count()
@@ -167,14 +167,14 @@ class _Finder:
             likeliest = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=True)
             if self.by_shapes is not None:
                 return replace(likeliest, is_read=False)
-            # A model may count its blocks, and meta tensors take shapes that others do not.
+            # Checked on fake tensors: meta tensors accept shapes that others do not. A model may need all its blocks.
             found = _that_runs(copy.deepcopy(self.short), size, self.functions, likeliest)
             if found is not None and found.inputs is likeliest.inputs and not found.is_read and targets:
                 self.by_shapes, self.first = next(tried) - 1, found
             return found or _that_runs(copy.deepcopy(self.model), size, self.functions) or likeliest
 
     def _like_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Targets of the shapes of `inputs`, where the first ones all have the shape of an input; else {}."""
+        """Targets for `inputs`, if every target of the first example has the shape of one of its inputs; else {}."""
         found: dict[str, Any] = {}
         if (first := self.first) is None:
             return found
@@ -193,9 +193,9 @@ def _shape(value: Any) -> torch.Size | None:
 def _that_runs(
     model: PreTrainedModel, size: Training, functions: Iterable[FunctionSite], example: Example | None = None
 ) -> Example | None:
-    """`example`, by default the first, with what the forward of `model` needs; None if it does not run so.
+    """`example`, by default the first candidate, with targets and `is_read`; None if `model` does not run with it.
 
-    The tensors of `model` become fake. Of its `functions` one call of each form runs.
+    The tensors of `model` become fake. Of the calls of `functions`, one of each form runs.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(model, fake)
@@ -213,7 +213,7 @@ def _that_runs(
 
     if example is None:
         example = with_targets(step_inputs(model, Size(size.batch, size.seq), runs=runs))
-    elif not example.targets:  # a forward that reads values finds none on the meta device
+    elif not example.targets:  # on the meta device a forward that reads values returns no loss
         example = with_targets(example.inputs)
     if _runs_without_values(model, fake, size, replace(example, is_read=False), functions):
         return replace(example, is_read=False)
@@ -238,13 +238,13 @@ def _runs_without_values(
             counted_calls(functions, True, timeline),
         ):  # fmt: skip
             run_backward(*losses_of(model(**step_arguments(model, size, example))))
-    except Exception:  # with values, too, it may not run; whoever traces it says why
+    except Exception:  # it may fail with values too; the trace then raises the error
         return False
     return True
 
 
 def _counted(target: Any) -> Any:
-    """Labels of which none is ignored; how many rows of a loss count decides what it allocates."""
+    """Labels of which none is ignored: the bytes of a loss depend on the number of rows that count."""
     if not isinstance(target, Tensor) or target.is_floating_point():
         return target
     return _with_values(torch.zeros_like(target), 0)
@@ -258,7 +258,7 @@ def _with_values(tensor: Tensor, value: int) -> Tensor:
 
 
 def _like(arguments: Mapping[str, Any], dtype: torch.dtype | None = None, valued: bool = False) -> dict[str, Any]:
-    """Tensors to trace with, floating ones in `dtype`; with `valued`, others keep their values if they have some."""
+    """Fake or zero tensors for a trace, floating ones in `dtype`; with `valued`, other tensors keep their values."""
 
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (valued and not (leaf.is_meta or leaf.is_floating_point())):
@@ -270,7 +270,7 @@ def _like(arguments: Mapping[str, Any], dtype: torch.dtype | None = None, valued
 
 
 def _run_without_values(model: nn.Module, call: Call) -> Any:
-    """The outputs by which labels are chosen. The loss goes to meta, since a fake one cannot be tested for NaN."""
+    """Logits and loss, by which labels are chosen; the loss on meta, since a fake loss cannot be tested for NaN."""
     with CudaChoices():
         output = call.run(model)
     loss = getattr(output, "loss", None)

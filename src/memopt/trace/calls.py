@@ -1,7 +1,7 @@
-"""Calls of a model's pure functions: one of each form is followed in a trace, the others are counted as that one.
+"""Calls of a model's pure functions: a trace runs one call of each form, and counts the other calls as copies of it.
 
-A scan in plain PyTorch loops over chunks of tokens: thousands of operations a call, most of the time of a trace. Its
-call on tensors of the same form allocates, frees and computes the same in every block.
+A scan in plain PyTorch loops over chunks of tokens: thousands of operations in a call, and most of the time of a trace.
+Calls on tensors of the same form allocate, free and compute alike in every block.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from memopt.walk.sites import FunctionSite
 
 @contextlib.contextmanager
 def counted_calls(sites: Iterable[FunctionSite], cuda: bool, timeline: Timeline) -> Iterator[None]:
-    """Inside, the functions of `sites` run once for each form of a call; `timeline` counts the other calls as that one.
+    """Inside, the functions of `sites` run once for each form of a call; `timeline` counts copies for the other calls.
 
     Args:
-        cuda: whether a CUDA device is imitated (`memopt.trace.emulate`), which decides what a call saves.
+        cuda: whether a CUDA device is imitated (`memopt.trace.emulate`), which decides which tensors a call saves.
     """
     counter = _Counter(timeline, cuda)
     names = dict.fromkeys(name for site in sites for name in site.functions)
@@ -52,7 +52,7 @@ def counted_calls(sites: Iterable[FunctionSite], cuda: bool, timeline: Timeline)
         yield
 
 
-#: What calls did, the last ones of all traces.
+#: The records of the latest calls, of all traces; None for a call that cannot be counted.
 _known: dict[tuple[Call, tuple[bool, ...] | None], Followed | None] = {}
 _MOST_KNOWN = 16
 
@@ -62,10 +62,10 @@ class _Counter:
         self.timeline, self._cuda = timeline, cuda
         self._follows = False
         self.again: dict[int, _Again] = {}
-        """Calls that checkpointing ran again, by the storage of what they save."""
+        """Id of the storage that a call saves -> that call, which checkpointing ran again."""
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, counted where a call like this one is known or can be followed."""
+        """`function`, whose call is counted if an alike call was traced, or can be traced on its own now."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,14 +83,14 @@ class _Counter:
 
     def _call(self, call: tuple[Any, Any, Any], tensors: Sequence[Tensor]) -> Call | None:
         if self._follows or not tensors or torch.is_autocast_enabled("cpu"):
-            return None  # autocast is of a device, and keeps casts of weights from one call to the next
+            return None  # autocast is set per device, and caches casts of weights between calls
         if not all(isinstance(each, FakeTensor) and known_values(each) is None for each in tensors):
             return None
         graph = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         hooks: Literal["", "dropping", "keeping"] = ""
         if graph and (around := top_saved_tensors_hooks(True)) is not None:
             if getattr(around[0], "__module__", None) != checkpoint.__name__:
-                return None  # it is not known what becomes of what is saved
+                return None  # unknown hooks may keep or free saved tensors
             hooks = "dropping" if current_node() is None else "keeping"
         function, args, kwargs = call
         try:
@@ -104,17 +104,17 @@ class _Counter:
         return Call(forms, (function, form, plain, context), parameters, graph, hooks)
 
     def followed(self, call: Call, run: Run, wanted: tuple[bool, ...] | None = None) -> Followed | None:
-        """What such a call does, where gradients of its outputs are given as `wanted`, by default all."""
+        """The record of a call; `wanted`: which outputs are given a gradient, by default all that require one."""
         if (call, wanted) not in _known:
             if len(_known) == _MOST_KNOWN:
                 del _known[next(iter(_known))]
             self._follows = True
             _known[call, wanted] = None
             try:
-                # A call that is counted where checkpointing drops it has to be counted where it runs again, whenever
-                # Python's collector frees something else.
+                # A call that was counted in the first run of a checkpointed block must be counted in the recomputation
+                # too. Repeat it: Python's garbage collector may have freed other storages meanwhile.
                 for _ in range(3 if call.hooks == "keeping" else 1):
-                    with contextlib.suppress(Exception):  # the call itself says why
+                    with contextlib.suppress(Exception):  # the call itself raises it
                         _known[call, wanted] = Ends(self.timeline, call, wanted).followed(run)
                     if _known[call, wanted] is not None:
                         break
@@ -129,7 +129,7 @@ def _run(function: Callable[..., Any], template: Any, tensors: Iterable[Tensor])
 
 
 class _AgainFunction(torch.autograd.Function):
-    """A call that is counted as the one that was followed."""
+    """A call that does not run, but is counted as a copy of an alike call."""
 
     __memopt_saves__ = "storages that are counted, not made"
 
@@ -146,24 +146,24 @@ class _AgainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         again = ctx.again
-        if again.is_checkpointed:  # the forward that counts is the one that runs now, or ran again before
+        if again.is_checkpointed:  # the recomputed call, which runs now or ran before
             again = again.run_again(*ctx.saved_tensors)
         return None, *again.backward(gradients)
 
 
 class _Again:
-    """One call, counted as the one that was followed."""
+    """One call, counted as a copy of an alike call (`followed`)."""
 
     def __init__(self, counter: _Counter, call: Call, followed: Followed, run: Run) -> None:
         self.followed = followed
         self._counter, self._timeline, self._call, self._run = counter, counter.timeline, call, run
         self._module = self._timeline.where()
         self._lives: dict[Lifetime, Lifetime] = {}
-        """Of the call that was followed -> of this one."""
+        """Lifetime in the alike call -> lifetime in this call."""
         self._open: dict[Lifetime, None] = {}
-        """Those that have no storage and live."""
+        """Lifetimes of this call that have not ended and have no storage."""
         self._kept: dict[Lifetime, torch.UntypedStorage] = {}
-        """Storages of arguments and outputs that the graph of the call keeps, by the lives of the one followed."""
+        """Lifetime in the alike call -> storage of an argument or output that the graph of this call keeps."""
         weakref.finalize(self, _end, self._timeline, self._open)
 
     @property
@@ -181,7 +181,7 @@ class _Again:
         return saved
 
     def run_again(self, saved: Tensor) -> _Again:
-        """The call in whose backward `saved` was."""
+        """The recomputed call that saved `saved`."""
         return self._counter.again.pop(storage_id(saved.untyped_storage()))
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -208,7 +208,7 @@ class _Again:
         self._know({life: each.untyped_storage() for life, each in given.items()})
         with self._timeline.silent():
             bases = [
-                given.get(life, base)  # one that is passed on
+                given.get(life, base)  # a gradient that is passed on
                 for life, base in zip(followed.lives[3], followed.gradients.bases(), strict=True)
             ]
             found = iter(followed.gradients.on(bases))
@@ -224,7 +224,7 @@ class _Again:
         return [next(found) if has else None for has in followed.has_gradient]
 
     def _as_given(self, given: tuple[bool, ...]) -> Followed | None:
-        """What the call does where these of its outputs have a gradient; None if nothing that goes in has one then."""
+        """The record of the call for the outputs that have a gradient; None if then no argument gets a gradient."""
         mine = self.followed
         if given == tuple(form.requires_grad for form in mine.outputs.each):
             return mine
@@ -247,11 +247,11 @@ class _Again:
         made: Mapping[Lifetime, torch.UntypedStorage],
         only: Collection[Lifetime] = (),
     ) -> None:
-        """Do `steps` and what was `computed` between them.
+        """Count the allocations and frees in `steps`, and the operations `computed` between them.
 
         Args:
-            made: storages that are there.
-            only: given ones that nothing else refers to, once the call has let go of them.
+            made: lifetime in the alike call -> storage that exists already.
+            only: lifetimes of given gradients to which nothing else refers, so that the call frees them.
         """
         timeline, done = self._timeline, 0
         for number, (allocated, life) in enumerate(steps):
@@ -285,7 +285,7 @@ class _Again:
         self._timeline.add(mine, storage)
 
     def _node(self, number: float) -> float:
-        """What the number of a node is here: that in whose backward it is called is another one."""
+        """The number of a node in this call; it differs for the node in whose backward the function is called."""
         node = current_node() if number == self.followed.node else None
         return number if node is None else sequence_number(node)
 

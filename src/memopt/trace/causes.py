@@ -1,5 +1,5 @@
-"""The cause of a saved tensor, in a user's words: from its producer, the operations that save it, and the walk's
-sites."""
+"""The cause of a saved tensor in a user's words, derived from its producer, the operations that save it, and the
+sites of the model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXPERTS_NOTE = (
 )
 
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"})
-#: Names of Python functions; softsign takes several operations.
+#: Names of Python functions. Softsign is added by hand: it consists of several operations.
 _ACTIVATIONS = frozenset({"softsign", *(name for operation in OPERATIONS.values() for name in operation.functions)})
 _LINEARS = frozenset({"linear", "addmm", "grouped_mm", "bilinear"})
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "baddbmm", "einsum", "rmatmul"})
@@ -57,7 +57,7 @@ _LOSSES = frozenset({"cross_entropy", "nll_loss", "log_softmax", "binary_cross_e
 
 
 class Causes:
-    """The rules for the model of `sites`. Without sites only single operations are recognised."""
+    """The rules for the model of `sites`. Without sites, only single operations are recognised."""
 
     def __init__(self, sites: Sites | None) -> None:
         sites = sites or Sites(model_class="", model_type="")
@@ -66,12 +66,12 @@ class Causes:
         self._gates = {_owner(site.gate) for site in sites.gated_mlps}
         self._ups = {_owner(site.up) for site in sites.gated_mlps}
         self._hidden_size = sites.hidden_size
-        # Weights of several experts in one parameter. Positions and class tokens have three dimensions too.
+        # Weights of several experts in one parameter. Only those of linears: positions and class tokens are 3-d too.
         self._stacked = {site.shape for site in sites.linears if len(site.shape) == 3}
         self._linears = {site.module for site in sites.linears} | {_owner(site.parameter) for site in sites.linears}
 
     def of(self, birth: Birth, savers: tuple[tuple[str, str], ...], *, differentiable: bool) -> Cause:
-        """Cause of the storage `birth` that `savers` (module, operation) save."""
+        """Cause of the storage born as `birth`, which `savers`, pairs of (module, operation), save."""
         module, operation = savers[0]
         origin = birth.origin
         if operation == CHECKPOINT:
@@ -109,8 +109,8 @@ class Causes:
             return "matmul input"
         if origin.function in _ACTIVATIONS or _inside(origin.module, self._activations):
             return "activation output"
-        # Experts hold gate, up, down and the routing in one module: an up output is neither a vector nor as wide as
-        # the hidden state.
+        # An experts module computes gate, up, down and the routing. Its gate and up outputs differ from the others in
+        # shape: they are no vectors, and not as wide as the hidden state.
         if birth.shape[1:] and birth.shape[-1] not in (1, self._hidden_size):
             if _inside(origin.module, self._ups):
                 return "gate and up" if _inside(origin.module, self._gates) else "up"

@@ -3,7 +3,7 @@ dropout saves.
 
 Only choices that change saved tensors or the peak are imitated. The rules are PyTorch's own:
 `sdp_utils.cpp` for the attention kernels, `Dropout.cpp` for the one-byte mask, `autocast_mode.h` for the operations
-that run in fp32. memopt's operators take the way of their Triton kernels.
+that run in fp32. memopt's operators take the code path of their Triton kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FP32_ON_CUDA: frozenset[Any] = frozenset(
 )
 
 
-#: Functions that read fp16 and write fp32 in one operation there (``SoftMax.cpp``), and that operation.
+#: Functions that on CUDA read fp16 and write fp32 in one operation (``SoftMax.cpp``) -> that operation.
 _OF_HALF: dict[Any, Any] = {
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), torch.ops.aten._softmax),
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), torch.ops.aten._log_softmax),
@@ -39,8 +39,8 @@ _OF_HALF: dict[Any, Any] = {
 
 
 class CudaChoices(TorchFunctionMode):
-    """While active, attention, dropout and autocast save what they save on a CUDA device, and memopt's operators
-    allocate what they allocate there."""
+    """While active, attention, dropout and autocast save the tensors that they save on a CUDA device, and memopt's
+    operators allocate the storages that they allocate there."""
 
     def __enter__(self) -> CudaChoices:
         self._launches = launches_emulated()
@@ -68,7 +68,7 @@ class CudaChoices(TorchFunctionMode):
 
 
 class AnyGroupedProduct(TorchDispatchMode):
-    """While active, grouped products can be traced in every dtype: PyTorch's shape rule for them knows bf16 only."""
+    """While active, grouped products can be traced in every dtype: PyTorch's shape rule accepts bf16 only."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ class AnyGroupedProduct(TorchDispatchMode):
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: Any, **options: Any) -> Tensor:
-    """What `a` times `b` returns, rows or columns or summands of the groups up to `offs`; both of 2 or 3 dimensions."""
+    """An empty result of `a` times `b` (2-d or 3-d); `offs` are the ends of the groups of rows, columns or summands."""
     size: tuple[int, ...] = (a.size(-2), b.size(-1))
     if a.dim() == b.dim():
         size = (b.size(0) if offs is None or b.dim() == 3 else offs.size(0), *size)
@@ -91,10 +91,10 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: 
 def unpadded_masks() -> Iterator[None]:
     """Inside, transformers skips the masks that it skips for a batch without padding.
 
-    While tracing it skips none, because it cannot look for padding.
+    In a trace, transformers itself skips no mask, because it cannot read the mask to look for padding.
     """
     ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
-    # Of a mask with known values transformers may read them; its first releases do not ask.
+    # transformers may read a mask whose values are known. The first releases of transformers 5 have no `is_tracing`.
     masking: Any = masking_utils
     stock = getattr(masking, "is_tracing", None)
     if stock is not None:
@@ -127,7 +127,7 @@ def _mask(
     skippable = (allow_is_causal_skip and q_length == kv_length) or allow_is_bidirectional_skip
     if skippable and (local_size is None or kv_length < local_size):
         return None
-    # A mask that is not skipped has a row for each of the batch, because padding is looked for there.
+    # A mask that is not skipped has an entry for each row of the batch, because rows may differ in padding.
     mask: Tensor | None = sdpa_mask(
         kv_length=kv_length,
         local_size=local_size,
@@ -169,7 +169,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The additive bias that the memory-efficient kernel takes (a boolean mask is converted, and saved so)."""
+    """The additive bias that the memory-efficient kernel takes (it saves a boolean mask in this converted form)."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
     return mask.to(query.dtype).expand(*query.shape[:2], query.shape[2], key.shape[2])
@@ -191,7 +191,7 @@ def _dropout(
 
 
 def _in_fp32(func: Any, input: Tensor, dim: int | None = None, *others: Any, **names: Any) -> Tensor | None:
-    """The softmax of fp16 that is asked for in fp32; None if something else is."""
+    """The softmax of an fp16 `input` with an fp32 result; None for any other call."""
     wanted = names.get("dtype", torch.float32 if torch.is_autocast_enabled("cpu") else None)
     dim = names.get("dim", dim)
     if input.dtype != torch.float16 or wanted != torch.float32 or dim is None or any(others):

@@ -1,4 +1,4 @@
-"""A model ready for a training step, from its config alone: on fake tensors, without weights or device.
+"""Build a model for a traced training step from its config alone: on fake tensors, without weights or a GPU.
 
 The model's own code runs on tensors with shapes and no data, so it saves the same bytes as a real run. If a CUDA device
 would choose another kernel than the CPU, `memopt.trace.emulate` makes that choice.
@@ -40,7 +40,7 @@ from memopt.walk.sites import NormSite, Sites
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Neither warnings of libraries nor the tracebacks that PyTorch logs where an operation fails on fake tensors."""
+    """Inside, libraries give no warnings, and PyTorch logs no tracebacks of operations that fail on fake tensors."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -56,25 +56,25 @@ class TracedModel:
     """A model on fake tensors that is ready for a step."""
 
     model: PreTrainedModel
-    """With the names of its config: those of `trained` have PEFT's prefix."""
+    """The model without PEFT's wrapper; module names in `trained` have PEFT's prefix."""
     trained: nn.Module
-    """With adapters, where it has some."""
+    """The model with adapters, if the step trains adapters."""
     run: Callable[[], Any]
     """One forward, which returns the model's output."""
     choices: Callable[[], contextlib.AbstractContextManager[Any]]
-    """A context for backward: the kernels that the device chooses."""
+    """Returns a context for backward in which the kernels of the device run."""
     arguments: dict[str, Any]
-    """Of the forward."""
+    """Keyword arguments of the forward."""
     notes: tuple[str, ...]
 
 
 class Built(NamedTuple):
-    """A model on the meta device, patched and trained as a step says."""
+    """A model on the meta device, patched and with adapters as its step says."""
 
     model: PreTrainedModel
-    """With the names of its config: those of `trained` have PEFT's prefix."""
+    """The model without PEFT's wrapper; module names in `trained` have PEFT's prefix."""
     trained: nn.Module
-    """With adapters, where it has some."""
+    """The model with adapters, if the step trains adapters."""
     notes: list[str]
 
 
@@ -84,10 +84,10 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
 
     Args:
         of: the model, and how it is patched and trained.
-        built: its model; it is used up.
+        built: its model, by default built here; its tensors are replaced by fake ones.
 
     Raises:
-        ModelError: the model cannot be built, peft is missing for LoRA, or what runs inside fails.
+        ModelError: the model cannot be built, peft is missing for LoRA, or the code inside the context fails.
     """
     config, training, inputs = of.config, of.training, of.inputs
     model, trained, notes = built or build_trained(of)
@@ -133,7 +133,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
 
 
 def _sizes(arguments: Mapping[str, Any]) -> list[str]:
-    """How large images, sounds and the like are."""
+    """A note with the shapes of images, sounds and other floating inputs."""
     sizes = [
         f"{name} {' x '.join(map(str, value.shape))}"
         for name, value in arguments.items()
@@ -147,12 +147,12 @@ def build_trained(
     shrink: Callable[[PreTrainedModel], None] = lambda model: None,
     quantised: Callable[..., None] = quantise,
 ) -> Built:
-    """The model of `of` on the meta device.
+    """The model of `of` on the meta device, patched and with adapters.
 
     Args:
         of: the model, and how it is patched and trained.
         shrink: called with the model, patched and without adapters.
-        quantised: puts 4-bit linears into a model, as `memopt.trace.quantised.quantise`.
+        quantised: replaces linears by 4-bit linears, with the arguments of `memopt.trace.quantised.quantise`.
 
     Raises:
         ModelError: the model cannot be built, or peft is missing for LoRA.
@@ -167,7 +167,7 @@ def build_trained(
         how = quantisation_of(config) or Quantisation()
         notes.append(f"4-bit weights: {how}.")
         quantised(model, how, autocast or weights, cuda=training.cuda_kernels)
-        # Else PEFT lets the embeddings' output have a gradient; of 4 bits it leaves that to its own preparation.
+        # Without this flag PEFT makes the embeddings' output require a gradient; for 4-bit models its preparation does.
         model.is_loaded_in_4bit = True  # type: ignore[assignment]
     patched = [] if of.recipe is None else _patch(model, of.sites, of.recipe, of.folded)
     shrink(model)
@@ -189,28 +189,28 @@ def build_trained(
     return Built(model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched])
 
 
-#: Fields of configs that say it of tokens; those of sounds and images are other ones. A decoder beside an encoder of
-#: tokens is given as many as it has positions for.
+#: Config fields with the number of token positions; sounds and images have other fields. The limit of a decoder beside
+#: an encoder of tokens is left out, since the decoder is never given more tokens than it has positions.
 _POSITIONS = (
     "max_position_embeddings", "max_target_positions", "max_encoder_position_embeddings", "max_text_positions",
 )  # fmt: skip
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens in a row that a model has positions for; None if its config does not say."""
+    """Number of token positions of a model; None if its config has no such field."""
     limits = (getattr(node, name, None) for node in config_nodes(config) for name in _POSITIONS)
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 def has_table_of_positions(config: PreTrainedConfig) -> bool:
-    """Whether an embedding or a buffer of the model has an entry for each position, so that there can be no more."""
+    """Whether an embedding or a buffer of the model has one entry for each position, so that longer rows fail."""
     limit, model = max_positions(config), build_meta(config)
     if limit is None:
         return False
     words = model.get_input_embeddings()
     tables = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding) and each is not words}
     sizes = tables.union(*(each.shape for each in model.buffers()))
-    return not sizes.isdisjoint(range(limit, limit + 3))  # some have rows for padding before
+    return not sizes.isdisjoint(range(limit, limit + 3))  # some tables begin with rows for padding
 
 
 def _widen_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -219,7 +219,7 @@ def _widen_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
     if dtype == torch.float16:
         parts |= set(model._keep_in_fp32_modules or ())
     for name, tensor in model.state_dict(keep_vars=True).items():
-        # Patterns as transformers matches them: anywhere in the name, * for any characters.
+        # Match patterns like transformers: anywhere in the name, with * for any characters.
         if tensor.is_floating_point() and any(re.search(part.replace("*", ".*"), name) for part in parts):
             tensor.data = tensor.data.float()
 
@@ -241,7 +241,7 @@ def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collect
 
 
 def _hold_identity(module: nn.Module, norm: NormSite) -> None:
-    """Give a norm the identity affine of a folded checkpoint, as real tensors, whose values can be read."""
+    """Give a norm the identity affine of a folded checkpoint, in real tensors, so that a patch can read the values."""
     for parameter, value in ((norm.weight, 1.0 - norm.offset), (norm.bias, 0.0)):
         if parameter is not None:
             name = parameter.rpartition(".")[2]
@@ -251,7 +251,7 @@ def _hold_identity(module: nn.Module, norm: NormSite) -> None:
 
 
 def _checkpoint(model: PreTrainedModel) -> None:
-    # transformers 5.0 has the old name only.
+    # transformers 5.0 has only the old name of the method.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     try:
         enable({"use_reentrant": False})

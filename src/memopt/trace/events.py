@@ -1,4 +1,4 @@
-"""A step as a sequence of allocations and frees: the input of charts, allocator and peak."""
+"""A step as a sequence of allocations and frees, from which charts, the allocator and the peak are computed."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ Part = Literal[
     "communication",
     "workspaces",
 ]
-#: What a storage is for, in the order in which tables list it.
+#: Purposes of storages, in the order in which tables list them.
 PARTS: tuple[Part, ...] = get_args(Part)
 Moment = Literal["forward", "loss", "backward", "optimizer step"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Storage:
-    """One block of memory; equal to itself only, so an allocation and its free hold the same."""
+    """One block of memory; compared by identity, so that an allocation and its free hold the same object."""
 
     nbytes: int
     part: Part
     module: str = ""
-    """The module whose forward or backward allocated it; of a weight, its own name."""
+    """The module whose forward or backward allocated it; for a weight, the name of the weight."""
     operation: str = ""
     """The operator that allocated it."""
     dtype: str = ""
@@ -58,7 +58,7 @@ class Event:
 
     @property
     def change(self) -> int:
-        """Bytes that it adds to the live ones."""
+        """Change of the live bytes."""
         return self.storage.nbytes if self.allocated else -self.storage.nbytes
 
 
@@ -69,20 +69,20 @@ class Peak:
     nbytes: int
     moment: Moment
     where: str
-    """The module whose forward or backward allocated then; empty outside of modules."""
+    """The module whose forward or backward made the allocation at the peak; empty outside of modules."""
     operation: str
-    """The operator that did."""
+    """The operator that made this allocation."""
     parts: dict[Part, int]
-    """Bytes of each part that live then, in the order of `PARTS`; all parts are in it."""
+    """Live bytes of each part at the peak, in the order of `PARTS`; all parts are in it."""
     index: int
-    """Of the event that made the peak; -1 where what lives throughout is the peak."""
+    """Index of the event that made the peak; -1 if the storages that live throughout are the peak."""
     alive: tuple[Storage, ...]
-    """What was allocated during the step and lives then, in order of allocation."""
+    """Storages that were allocated during the step and live at the peak, in order of allocation."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A weight, adapter or buffer; tied ones are one."""
+    """A weight, adapter or buffer; tied tensors are one entry."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,27 +94,27 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward and backward, with nothing of the optimizer. Independent of it, so one trace serves several."""
+    """One forward and backward without optimizer; the optimizer changes nothing in it, so one trace serves several."""
 
     training: Training
     parameters: tuple[Parameter, ...]
     batch: int
     """Bytes of the inputs."""
     events: tuple[Event, ...]
-    """Gradients of parameters live on at their end."""
+    """Allocations and frees in order; the gradients of parameters are not freed."""
     gradients: tuple[Storage, ...]
-    """Those that live at the end."""
+    """The storages that live at the end of `events`."""
     notes: tuple[str, ...] = ()
     blocks: tuple[str, ...] = field(default=(), repr=False)
     operations: tuple[Operation, ...] = field(default=(), repr=False)
-    """What was computed and moved; their `moment` counts `events`."""
+    """Operations in order; their `moment` counts `events`."""
     runs: tuple[Run, ...] = ()
     """Runs of alike blocks whose events are not in `events`; their parameters are in `parameters`."""
     activations: Activations | None = field(default=None, repr=False)
-    """The same step without parameters and their gradients; None where blocks were left out."""
+    """Live storages of the step without parameters and their gradients; None if blocks were left out."""
 
     def resident(self) -> Iterator[Storage]:
-        """What lives throughout: weights, buffers and the batch."""
+        """Storages that live during the whole step: weights, buffers and the batch."""
         for each in self.parameters:
             dtype = str(each.dtype).removeprefix("torch.")
             yield Storage(each.nbytes, "weights", each.name, "", dtype, each.shape)
@@ -122,7 +122,7 @@ class Trace:
 
 
 def peak_of(resident: Iterable[Storage], events: Sequence[Event]) -> Peak:
-    """The peak of the step `events`, beside what is `resident` throughout."""
+    """The peak of the step `events`, added to the storages that are `resident` during the whole step."""
     parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
     for storage in resident:
         parts[storage.part] += storage.nbytes
@@ -143,7 +143,7 @@ def peak_of(resident: Iterable[Storage], events: Sequence[Event]) -> Peak:
 
 
 def living(events: Sequence[Event]) -> tuple[Storage, ...]:
-    """What was allocated and not freed."""
+    """The storages that `events` allocate and do not free."""
     found: dict[Storage, None] = {}
     for event in events:
         if event.allocated:

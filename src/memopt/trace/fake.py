@@ -62,33 +62,33 @@ def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -
                     table[name] = of(value)
 
 
-#: Function -> what it says of every finite number.
+#: Function -> its result for every finite number.
 _OF_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
 #: Operations that take a list of indices.
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
-#: Operations that return values, or places and counts of them.
+#: Operations that read values: their results are values, or positions and counts of values.
 _READING = (
     torch.ops.aten._local_scalar_dense,
     torch.ops.aten.nonzero,
     torch.ops.aten.repeat_interleave,
     torch.ops.aten._unique2,
 )
-#: Operations that return which elements are the largest -> position of the dimension in their arguments, and default.
+#: Operations that return indices of the largest elements -> (position of the argument `dim`, its default).
 _PICKING = {
     torch.ops.aten.topk.default: (2, -1),
     torch.ops.aten.argmax.default: (1, None),
     torch.ops.aten.max.dim: (1, None),
 }
-#: Function of such a test -> whether it negates it.
+#: Function of the result of such a test -> whether it negates that result.
 _OF_TESTS = {"any": False, "all": False, "__invert__": True, "bitwise_not": True, "logical_not": True}
 
 
 class FiniteValues(TorchFunctionMode):
     """While active, fake tensors count as finite where a forward branches on it (``if x.isinf().any()``: fp16 clamps).
 
-    Shapes and what is saved stay those of the forward; `any` and `all` over such a test are tensors with a value. What
-    is computed from labels or masks alone, whose values are known, has known values too: a loss counts those not
-    ignored.
+    Shapes and saved tensors do not change; `any` and `all` over such a test return tensors with a value. Tensors that
+    are computed from labels or masks alone, whose values are known, have known values too: a loss counts the labels
+    that are not ignored.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class FiniteValues(TorchFunctionMode):
 
 
 def _positions(nonzero: Any, values: Tensor, kwargs: Any) -> Any:
-    """`nonzero` of a fake tensor with `values`: they decide its shape, which no operator on fake tensors knows."""
+    """`nonzero` of a fake tensor with `values`, which decide the result's shape; operators on fake tensors cannot."""
 
     def fake(found: Tensor) -> Tensor:
         output = torch.empty(found.shape, dtype=found.dtype)
@@ -141,9 +141,9 @@ class FakeReads(TorchDispatchMode):
     """Lets a forward read values under a `FakeTensorMode` that is entered before.
 
     Results of real tensors alone (token ids, sizes of images) stay real, and so do integers and single numbers that
-    are created from no tensor (positions); a real mask picks as many elements as it has set. Reading a value that a
-    fake tensor lacks ("as many features as placeholders?") gives True or 1: every element is found, and every row is
-    repeated once. What is picked by its size (experts) is real, and each is picked as often as the others.
+    are created from no tensor (positions); a real mask picks as many elements as are True in it. A value that a fake
+    tensor lacks ("as many features as placeholders?") reads as True or 1: every element is found, and every row is
+    repeated once. Indices of the largest elements (experts) are real, and each index occurs as often as the others.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class FakeReads(TorchDispatchMode):
 
 
 def _plausible(leaf: Any) -> Any:
-    """The values of a tensor, known ones if it is fake and has some, else True or 1."""
+    """`leaf`; a fake tensor is replaced by its known values or, if it has none, by True or 1."""
     if not isinstance(leaf, FakeTensor):
         return leaf
     with unset_fake_temporarily():
@@ -175,7 +175,7 @@ def _plausible(leaf: Any) -> Any:
 
 
 def _places(index: Tensor | None) -> Sequence[Tensor | None]:
-    """What picks the same elements as `index`: of a mask, where it is set."""
+    """Indices of the elements that `index` picks; for a mask, the positions of its True elements."""
     if index is None or index.dtype != torch.bool:
         return (index,)
     with unset_fake_temporarily():
@@ -184,7 +184,7 @@ def _places(index: Tensor | None) -> Sequence[Tensor | None]:
 
 
 def _picked(func: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    """`output` with real indices: a row goes on where the row before it ended."""
+    """`output` with real indices, which count up cyclically from row to row."""
     place, default = _PICKING[func]
     dim, size = args[place] if len(args) > place else kwargs.get("dim", default), args[0].shape
     fake = output if isinstance(output, Tensor) else output[1]
@@ -199,7 +199,7 @@ def _picked(func: Any, args: Any, kwargs: Any, output: Any) -> Any:
 
 
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function of no tensors creates integers, or one number."""
+    """Whether a call without tensors creates integers, or a single number."""
     if func.overloadpacket is torch.ops.aten.scalar_tensor or (args and args[0] == []):
         return True
     dtype = kwargs.get("dtype")

@@ -1,7 +1,7 @@
-"""What one call of a function allocates, frees, computes and keeps for backward, followed apart from a step.
+"""Trace one call of a function outside of a step: its storages, its operations and the tensors kept for backward.
 
-The call runs between two functions of autograd that make its arguments and its gradients, so that nothing but its own
-graph refers to them. It runs on meta tensors, on which operations are several times as fast as on fake ones.
+The call runs between two autograd functions, which make its arguments and the gradients of its outputs, so that only
+the call's own graph refers to them. It runs on meta tensors, whose operations are several times as fast as fake ones.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from memopt.trace.operations import Operation
 from memopt.trace.storages import Lifetime, meta_counted
 from memopt.trace.timeline import Timeline
 
-#: What a call returns, of the tensors among its arguments.
+#: Runs a call, given the tensors among its arguments, and returns its result.
 Run = Callable[[Iterable[Tensor]], Any]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor, as a part of one of several storages."""
+    """Metadata of a tensor: its layout within one of several storages."""
 
     storage: int
     size: torch.Size
@@ -47,7 +47,7 @@ class _Form:
 
 @dataclass(frozen=True)
 class Forms:
-    """Tensors and their storages."""
+    """Metadata of several tensors and of their storages."""
 
     each: tuple[_Form, ...]
     sizes: tuple[int, ...]
@@ -58,11 +58,11 @@ class Forms:
         return [bases[form.storage].as_strided(form.size, form.stride, form.offset) for form in self.each]
 
     def constants(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those of `tensors`, which have these forms, that have no gradient."""
+        """The members of `tensors` (tensors of these forms) that require no gradient."""
         return [tensor for tensor, form in zip(tensors, self.each, strict=True) if not form.requires_grad]
 
     def bases(self, device: str = "cpu") -> list[Tensor]:
-        """A tensor of every storage."""
+        """A new flat tensor for every storage."""
         dtypes = {form.storage: form.dtype for form in self.each}
         return [
             torch.empty(size // dtypes[at].itemsize, dtype=dtypes[at], device=device)
@@ -88,41 +88,41 @@ def forms_of(tensors: Iterable[Tensor]) -> tuple[Forms, list[torch.UntypedStorag
 
 @dataclass(frozen=True)
 class Call:
-    """What alike calls have in common."""
+    """The key of alike calls, which allocate, free and compute alike."""
 
     arguments: Forms
     others: Hashable
-    """The function, its other arguments, and what else decides what it does."""
+    """The function, its arguments that are no tensors, and the context: grad mode, in backward or not, CUDA or not."""
     parameters: tuple[bool, ...]
-    """Of the storages of its arguments, whether parameters lie there."""
+    """For each storage of the arguments: whether it holds parameters or buffers."""
     graph: bool
-    """Whether it can be differentiated."""
+    """Whether autograd records the call."""
     hooks: Literal["", "dropping", "keeping"] = ""
-    """Whether hooks of checkpointing drop what it saves, or keep that as autograd does, because it runs again."""
+    """Under checkpointing: its hooks drop saved tensors in the first run and keep them when the block runs again."""
 
 
 @dataclass
 class Followed:
-    """What a call did in its forward, and in the backward for some of its gradients."""
+    """The record of one call: its forward, and its backward for those outputs that were given a gradient."""
 
     returned: Any
-    """With a slot for each tensor."""
+    """The result of the call, with a slot in place of each tensor."""
     outputs: Forms
     gradients: Forms
     has_gradient: list[bool]
-    """Of each tensor among the arguments."""
+    """For each tensor among the arguments: whether backward returned a gradient."""
     forward: list[tuple[bool, Lifetime]]
-    """Allocations (True) and frees."""
+    """Allocations (True) and frees (False), in order."""
     backward: list[tuple[bool, Lifetime]]
     computed: tuple[list[Operation], list[Operation]]
     lives: tuple[list[Lifetime], ...]
-    """Of the storages of arguments, outputs, the gradients that were given and those that were returned."""
+    """Lifetimes of the storages of arguments, outputs, gradients of outputs, and gradients of arguments."""
     node: float
-    """In whose backward it was called; -1 in none."""
+    """The number of the node in whose backward the function was called; -1 outside of backward."""
 
 
 class Ends:
-    """What lies around a call that is followed: makes its arguments and the gradients that it is given."""
+    """Both ends of a traced call: makes its arguments and the gradients of its outputs."""
 
     def __init__(self, timeline: Timeline, call: Call, wanted: tuple[bool, ...] | None) -> None:
         self.timeline, self.call, self.wanted = timeline, call, wanted
@@ -155,7 +155,7 @@ class Ends:
         if self.call.graph and (
             len(self.lives) < 4 if keeps else not any(each.requires_grad for each in self.outputs.each)
         ):
-            return None  # nothing that goes in has a gradient
+            return None  # no argument gets a gradient
         self.lives += [[]] * (4 - len(self.lives))
         (a, first), (b, second), (c, third), (d, fourth) = (*self.marks, *2 * self.marks[-1:])[:4]
         steps = [(life.born == moment, life) for moment, life in enumerate(events)]
@@ -177,11 +177,11 @@ class Ends:
         )
 
     def _hooks(self) -> AbstractContextManager[object]:
-        """In the place of those that are active around the call."""
+        """Saved-tensor hooks that replace the hooks around the call."""
         if not self.call.hooks:
             return nullcontext()
         drops = self.call.hooks == "dropping"
-        # Checkpointing hands out once what it computed again.
+        # Checkpointing returns each recomputed tensor once.
         return saved_tensors_hooks(lambda saved: None if drops else [saved.detach()], lambda held: held.pop())
 
     def mark(self) -> None:
@@ -237,7 +237,7 @@ class _Arguments(torch.autograd.Function):
 
 
 class _Taken(torch.autograd.Function):
-    """Takes what a call returned, and makes its gradients."""
+    """Takes the outputs of a call, and makes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, ends: Ends, *outputs: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What kernels of other packages save for backward, as their own code says: they cannot run where a step is traced.
+"""Stand-ins for kernels of other packages, which cannot run in a trace; they save the tensors that the kernels save.
 
-Transients inside of a kernel are not counted.
+Temporary tensors inside a kernel are not counted.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from memopt.walk.models.plain import STANDS_FOR_KERNEL, kernels_of
 
-#: The distribution of a package, and the version whose code was read.
+#: Python package -> its distribution, and the version whose code was read.
 _READ = {
     "fla": ("flash-linear-attention", "version 0.6.0"),
     "mamba_ssm": ("mamba-ssm", "commit 01b717a"),
     "causal_conv1d": ("causal-conv1d", "commit 17f4f2f"),
 }
 _CHUNK = 64
-"""Tokens of a chunk, for each of which a row of a triangular matrix is saved."""
+"""Tokens in a chunk. For each token, one row of the chunk's triangular matrix is saved."""
 
 
 class _Kernel(torch.autograd.Function):
-    """Returns and saves new tensors of these shapes and dtypes, and inputs where a number says which one."""
+    """Returns and saves new tensors of the given (shape, dtype); a number in `saved` saves the input of that index."""
 
     @staticmethod
     def forward(ctx: Any, returned: Sequence[Any], saved: Sequence[Any], *tensors: Tensor) -> Any:
@@ -54,7 +54,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """fla.ops.gated_delta_rule.chunk: inputs are made contiguous, q and k normalised, g summed up in fp32."""
+    """fla.ops.gated_delta_rule.chunk saves contiguous inputs, q and k normalised, and cumulative sums of g in fp32."""
     rows, tokens, heads, width = value.shape
     state = ((rows, heads, key.size(-1), width), torch.float32) if output_final_state else None
     roots = [(each.shape[:-1], torch.float32) for each in (query, key) if use_qk_l2norm_in_kernel]
@@ -79,7 +79,7 @@ def _delta_attention(
     use_gate_in_kernel: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """fla.ops.kda.chunk: two triangular matrices a head, and the summed gates where it does not compute them itself."""
+    """fla.ops.kda.chunk saves two triangular matrices a head, and summed gates unless the kernel computes the gates."""
     vectors, last = _delta_rule(q, k, v, g[..., 0], beta, **options)
     rows, tokens, heads, _ = v.shape
     gates = [1] if use_gate_in_kernel else [1, (g.shape, torch.float32)]
@@ -90,7 +90,7 @@ def _delta_attention(
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *others: Any, **options: Any) -> Tensor:
-    """causal_conv1d.causal_conv1d_interface: the activation is computed again."""
+    """causal_conv1d.causal_conv1d_interface saves x and the weight; backward computes the activation again."""
     given = [each for each in (x, weight, bias) if each is not None]
     copied = x.stride(1) != 1 and x.stride(2) != 1
     saved = [(x.shape, x.dtype) if copied else 0, 1]
@@ -113,7 +113,7 @@ def _split_scan(
     ngroups: int = 1,
     **options: Any,
 ) -> Tensor:
-    """mamba_ssm.ops.triton.ssd_combined, of a whole mixer: its input, the scan's result and the norm's root."""
+    """mamba_ssm.ops.triton.ssd_combined saves a whole mixer's arguments, the scan's result and the norm's rstd."""
     rows, tokens, _ = zxbcdt.shape
     width = D.shape[0] * (headdim or D.shape[-1])
     weights = (conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight, outproj_weight, outproj_bias)
@@ -129,7 +129,7 @@ def _chunk_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
     dt_bias: Tensor | None = None, return_final_states: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """mamba_ssm.ops.triton.ssd_combined: its arguments, its result, and the decays summed up in each chunk."""
+    """mamba_ssm.ops.triton.ssd_combined saves its arguments, summed decays and its result (not counted here)."""
     rows, tokens, heads, width = x.shape
     given = [each for each in (x, dt, A, B, C, D, dt_bias) if each is not None]
     sums = ((rows, heads, -(-tokens // chunk_size), chunk_size), torch.float32)
@@ -142,7 +142,7 @@ def _selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
     delta_bias: Tensor | None = None, return_last_state: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """mamba_ssm.ops.selective_scan_interface: contiguous arguments, states of every 2048 tokens, the ungated result."""
+    """mamba_ssm.ops.selective_scan_interface saves contiguous arguments, every 2048th state and the ungated result."""
     given = [each for each in (u, delta, B, C, z, A, D, delta_bias) if each is not None]
     saved = [
         at if each.dim() < 2 or each.stride(-1) == 1 else (each.shape, each.dtype) for at, each in enumerate(given)
@@ -155,7 +155,7 @@ def _selective_scan(
     return (out, last) if return_last_state else out
 
 
-#: Kernel -> what stands for it while a step is traced.
+#: Name of a kernel -> the function that replaces it while a step is traced.
 STAND_INS: Mapping[str, Callable[..., Any]] = {
     "chunk_gated_delta_rule": _delta_rule,
     "chunk_kda": _delta_attention,
@@ -169,7 +169,7 @@ for _function in STAND_INS.values():
 
 
 def notes_of(model: nn.Module) -> list[str]:
-    """Which kernels a trace of `model` assumes, and which it could not."""
+    """Notes on the kernels that a trace of `model` assumes, and on kernels without a stand-in."""
     found = kernels_of(model)
     notes = []
     for package in dict.fromkeys(found.values()):

@@ -1,6 +1,6 @@
-"""What the operations of a step compute and move: FLOPs and bytes, counted where they run.
+"""The FLOPs of the operations of a step and the bytes that they read and write, counted during the trace.
 
-A product that runs again in backward is counted twice. Bytes are what an operation reads and writes, each operand once.
+A product that runs again in backward is counted twice. Each operand of an operation is read or written once.
 Fused kernels move less than the operations that they replace.
 """
 
@@ -15,10 +15,10 @@ from torch.utils.flop_counter import flop_registry
 from memopt.torch_compat import FakeTensor, is_operator, operator_schema, storage_id
 from memopt.trace.storages import storages, tensors
 
-#: Operations that read of their operands as much as they write.
+#: Operations that read only as many bytes of their operands as they write.
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})
-#: Allocations that read nothing of their operand. `empty_like` stands for a kernel of ours that reads it: on fake
-#: tensors none is launched.
+#: Allocations that do not read their operand. `empty_like` is left out: on fake tensors it stands for one of memopt's
+#: kernels, which reads the operand and is not launched.
 _ALLOCATIONS = frozenset({"new_empty"})
 
 
@@ -29,21 +29,21 @@ class Operation:
     moment: int
     """How many storages had been allocated or freed before it."""
     flops: int
-    """Of products and attention; 0 elsewhere."""
+    """FLOPs of a product or of attention; 0 for other operations."""
     itemsize: int
-    """Bytes of an element of its first operand."""
+    """Bytes per element of its first operand."""
     nbytes: int
-    """Read and written."""
+    """Bytes read and written."""
     copied: int = 0
-    """Bytes that go to the memory of the host or come from it."""
+    """Bytes copied between host and device memory."""
 
     def at(self, moment: int) -> Operation:
-        """The same at another moment."""
+        """A copy of this operation at another moment."""
         return Operation(moment, self.flops, self.itemsize, self.nbytes, self.copied)
 
 
 def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Operation | None:
-    """What one call of an operator costs; None for a view, and for what has no operands."""
+    """The cost of one call of an operator; None for a view, and for an operator without tensors as operands."""
     outputs = list(tensors(result))
     inputs = list(tensors((args, kwargs))) if outputs and is_operator(func) else []
     if not inputs:
@@ -63,10 +63,10 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Op
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     count = flop_registry.get(func.overloadpacket)
     if count is not None:
-        args = args[:3] if name == "addmm" else args  # the formula takes a fourth, the result's dtype, for its shape
+        args = args[:3] if name == "addmm" else args  # the formula would take a fourth, the result's dtype, for a shape
         return int(count(*_with_all_heads(name, args), **kwargs, out_val=result))
     if "grouped_mm" in name and isinstance(args[1], Tensor):
-        # Each row of the first operand meets one matrix of the second; both may be the grouped one (dW).
+        # Each row of the first operand is multiplied by one matrix of the second; in dW both operands are grouped.
         rows, shared = args[0].shape[-2:]
         return int(2 * rows * shared * args[1].shape[-1])
     return 0
@@ -95,5 +95,5 @@ def _device(tensor: Tensor) -> str:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Of its elements; an expanded tensor has those of its storage."""
+    """Bytes of the elements of `tensor`; for an expanded tensor, bytes of its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

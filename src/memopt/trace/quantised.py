@@ -1,8 +1,8 @@
-"""Linears that bitsandbytes holds in 4 bits, without bitsandbytes: what they hold, allocate and save. No values.
+"""Stand-ins for bitsandbytes' 4-bit linears, without values: they hold, allocate and save the same bytes.
 
-As bitsandbytes 0.50 does it: a weight is packed two elements a byte, with a scale for every 64 (functional.py,
-quantize_4bit); a linear saves that alone, and its backward restores the whole weight (autograd/_functions.py,
-MatMul4Bit). Which linears stay as they are is decided by transformers.
+In bitsandbytes 0.50 a weight is packed two elements a byte, with a scale for every 64 elements (functional.py,
+quantize_4bit); a linear saves the packed weight alone, and its backward restores the whole weight
+(autograd/_functions.py, MatMul4Bit). transformers decides which linears are not quantised.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Quantisation:
     """The settings of a `transformers.BitsAndBytesConfig` that change bytes, with its defaults."""
 
     nested: bool = False
-    """Double quantisation: the scales are in 8 bits themselves."""
+    """Double quantisation: the scales are themselves quantised to 8 bits."""
     compute_dtype: torch.dtype | None = None
-    """Of products; None: that of the rest of the model, or of autocast."""
+    """Dtype of products; None: the dtype of the rest of the model, or of autocast."""
     skipped: tuple[str, ...] | None = None
-    """Modules that are not quantised; None: those that transformers leaves out, the head and tied ones."""
+    """Modules that are not quantised; None: the modules that transformers leaves out, the head and tied ones."""
 
     def __str__(self) -> str:
         scales = (
@@ -77,11 +77,11 @@ def quantise(model: PreTrainedModel, how: Quantisation, dtype: torch.dtype, *, c
     Args:
         model: on the meta device; changed in place.
         how: the settings.
-        dtype: of products, unless `how` says.
-        cuda: allocate what a CUDA device does: the forward restores a weight too, outside of any operator.
+        dtype: dtype of products, unless `how` names one.
+        cuda: allocate as on a CUDA device, where the forward restores the weight as well, outside of any operator.
 
     Raises:
-        ModelError: there is no such linear.
+        ModelError: the model has no linear that transformers would quantise.
     """
     kept = kept_modules(model, how)
     linears = [
@@ -106,9 +106,9 @@ class Linear4bit(nn.Linear):
     """A linear with a packed weight and its quantisation state, none of which is trained.
 
     Args:
-        linear: whose weight is packed.
-        dtype: of the product, and of the weight that is restored for it.
-        nested: its scales are in 8 bits.
+        linear: the linear whose weight is packed.
+        dtype: dtype of the product, and of the weight that is restored for it.
+        nested: the scales are quantised to 8 bits.
         cuda: see `quantise`.
     """
 
@@ -135,7 +135,7 @@ class Linear4bit(nn.Linear):
         return output.to(input.dtype)
 
     def restored(self) -> Tensor:
-        """The weight, as it is restored for a product."""
+        """The weight in the compute dtype, allocated as bitsandbytes allocates it for a product."""
         scales = torch.empty(self.absmax.shape, dtype=torch.float32) if self.nested else self.absmax
         weight = torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype)
         del scales
@@ -156,7 +156,7 @@ class _Product(torch.autograd.Function):
 
 
 def quantisation_state(parameter: Tensor) -> Iterator[Tensor]:
-    """What a parameter of bitsandbytes holds beside its packed elements."""
+    """The tensors that a parameter of bitsandbytes holds beside its packed elements."""
     state: Any = getattr(parameter, "quant_state", None)
     nested: Any = getattr(state, "state2", None)
     held = [state and (state.absmax, state.code, state.offset), nested and (nested.absmax, nested.code, nested.offset)]

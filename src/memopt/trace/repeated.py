@@ -1,4 +1,4 @@
-"""Storages and operations of alike pieces of work, put in for those pieces that a trace left out."""
+"""Insert the storages and operations of pieces of work that a trace left out, as copies of alike pieces."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from memopt.kernels.base.pieces import Mark
 from memopt.trace.operations import Operation
 from memopt.trace.storages import Lifetime
 
-#: How many pieces ago a storage was allocated, 0 or 1, and its number among those of its piece.
+#: (number of pieces since a storage was allocated: 0 or 1, number of the storage among those of its piece).
 _Address = tuple[int, int]
 
 
 def repeat(events: list[Lifetime], operations: list[Operation], first: Mark, second: Mark, count: int) -> bool:
-    """Put `count` pieces like the last one, which began at `second`, between it and the one that began at `first`.
+    """Insert `count` copies of the last piece, which began at `second`, before it and after the piece from `first`.
 
-    False, and nothing is put in, where the two are not alike, or where a storage of the first outlives the second.
+    Returns False and inserts nothing if the two pieces are not alike or a storage of the first piece is still alive.
     """
     one, two = _Piece(events[: second[0]], first[0]), _Piece(events, second[0])
     costs = [each.at(each.moment - second[0]) for each in operations[second[1] :]]
@@ -44,7 +44,7 @@ def repeat(events: list[Lifetime], operations: list[Operation], first: Mark, sec
 
 
 class _Piece:
-    """What was allocated and freed since the event `start`."""
+    """The allocations and frees since the event number `start`."""
 
     def __init__(self, events: Sequence[Lifetime], start: int) -> None:
         self.events = [(life, life.born == moment) for moment, life in enumerate(events[start:], start)]
@@ -52,7 +52,7 @@ class _Piece:
         self.numbers = {life: number for number, life in enumerate(self.made)}
 
     def tokens(self) -> list[Hashable]:
-        """What an alike piece has too."""
+        """A list that is equal for alike pieces."""
         return [
             (allocated, self.numbers.get(life), life.nbytes, life.birth, life.node < 0, life.recomputed, life.module)
             for life, allocated in self.events

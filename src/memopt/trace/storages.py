@@ -1,4 +1,4 @@
-"""Which storages an execution allocates: by what operation, in what module, and which of them are live.
+"""Record which storages an execution allocates, by which operation, in which module, and which of them are live.
 
 A storage is the block of memory behind a tensor and all its views; memory is counted in storages, never in tensors.
 """
@@ -46,11 +46,11 @@ class Birth:
     copy_of: Birth | None = None
     """The storage whose values it copies or casts."""
     of_parameter: bool = False
-    """Whether those values are a parameter's or a buffer's."""
+    """Whether the copied values are a parameter's or a buffer's."""
 
     @property
     def origin(self) -> Birth:
-        """The storage in which its values were computed, before casts and copies."""
+        """The storage in which the values were computed, before casts and copies."""
         return self if self.copy_of is None else self.copy_of.origin
 
 
@@ -63,7 +63,7 @@ class Lifetime:
     born: int
     died: int = -1
     before: Lifetime | None = None
-    """The first operand, where it holds a sum."""
+    """The lifetime of the first operand, if this storage holds a sum."""
     node: float = -1
     """The number of the node whose backward allocated it; -1 in forward."""
     died_in: float = -1
@@ -77,7 +77,7 @@ _meta_counts = False
 
 @contextlib.contextmanager
 def meta_counted() -> Iterator[None]:
-    """Inside, meta tensors count as tensors with storages do; operations on them are faster than on fake ones."""
+    """Inside, the storages of meta tensors count too; operations on meta tensors are faster than on fake tensors."""
     global _meta_counts
     before, _meta_counts = _meta_counts, True
     try:
@@ -140,7 +140,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is device_read and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # half of what a mode sees
+            return args[0].fake_device  # these reads are half of all that a mode sees
         # In backward, function modes would see every attribute of a tensor that a mode reads here.
         with no_torch_function():
             result = func(*args, **(kwargs or {}))
@@ -183,7 +183,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments or the result of an operator: in lists, tuples and dicts, and nothing else."""
+    """The tensors in the arguments or the result of an operator, also inside lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):

@@ -1,4 +1,4 @@
-"""From what a user asks about to a step that can be traced from the config alone."""
+"""Turn a user's request into a training step that can be traced from the model's config alone."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LONGEST_DEFAULT_SEQ = 2048
 
 @dataclass(frozen=True)
 class Subject:
-    """What a request is about, with its config, its recipe and its patched folder read."""
+    """A request together with its config, its recipe and, for a patched folder, the folder's record."""
 
     request: Request
     config: PreTrainedConfig
     rules: Recipe
     record: PatchedFolder | None
-    """Of the patched folder that the model is, if it is one."""
+    """The record of the patched folder; None if the model is not a patched folder."""
 
     @property
     def any_size(self) -> bool:
@@ -41,13 +41,13 @@ class Subject:
         return self.request.batch is None and self.request.seq is None and self.request.inputs is None
 
     def batch(self) -> Batch | None:
-        """The inputs that were given; with `any_size` those that a patched folder was patched with."""
+        """The inputs of the request; if its size is open, the batch with which the folder was patched, if known."""
         if self.any_size:
             return None if self.record is None else self.record.batch()
         return given_batch(self.request.inputs)
 
     def step(self, batch: Batch | None) -> Step:
-        """The step that is asked about, of the size of `batch` where there is one."""
+        """The training step of the request; `batch`, if given, sets the number of rows and tokens."""
         config, training, seq = self.config, self.request.training, self.request.seq
         if quantisation_of(config) is not None:
             if training.train == "full":
@@ -85,19 +85,19 @@ class Subject:
 
 
 def subject_of(request: Request) -> Subject:
-    """What `request` is about; errors are those of `memopt.report`."""
+    """Read the config, recipe and patched folder of `request`; raises the errors of `memopt.report`."""
     rules = chosen_recipe(request)  # first, since it takes no time
     config = load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
     return Subject(request, config, rules, record_of(request.model))
 
 
 def step_of(request: Request) -> Step:
-    """The step that `request` asks about; errors are those of `memopt.report`."""
+    """The training step of `request`; raises the errors of `memopt.report`."""
     return subject_of(request).step(given_batch(request.inputs))
 
 
 def chosen_recipe(request: Request) -> Recipe:
-    """The recipe of `request`, else that of its patched folder, else ``exact-unfolded``.
+    """The recipe of `request`; if it names none, the recipe of its patched folder, or else ``exact-unfolded``.
 
     Raises:
         RecipeError: the recipe is unknown.
@@ -107,13 +107,13 @@ def chosen_recipe(request: Request) -> Recipe:
 
 
 def record_of(model: str | Path) -> PatchedFolder | None:
-    """What the folder `model` says of itself; None if it is no patched folder."""
+    """The record in the patched folder `model`; None if `model` is not a patched folder."""
     folder = Path(model).expanduser()
     return patched_folder(folder) if folder.is_dir() and is_patched(folder) else None
 
 
 def default_seq(config: PreTrainedConfig) -> int:
-    """Tokens in a row where none are given: what the config allows up to 2048."""
+    """Default number of tokens in a row: the limit in the config, but at most 2048."""
     return min(_LONGEST_DEFAULT_SEQ, max_positions(config) or _LONGEST_DEFAULT_SEQ)
 
 
@@ -123,7 +123,7 @@ def reads_tokens(config: PreTrainedConfig) -> bool:
 
 
 def _sites_alone(model: PreTrainedModel, batch: Batch | None) -> Sites:
-    """Sites without proofs; with guessed inputs where the batch does not run on shapes alone."""
+    """Sites of `model` without proofs; found with guessed inputs if there is no batch that runs without values."""
     if batch is not None:
         check_names(model, batch)
         sites = find_sites(model, placed(batch, None, model.dtype))

@@ -1,4 +1,4 @@
-"""The live storages of a training step over its time: when each was allocated and freed, and what lives at the peak."""
+"""The live storages of a training step over time: when each is allocated and freed, and which live at the peak."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from memopt.trace.repeated import repeat
 from memopt.trace.storages import Birth, Lifetime, StorageTracker, storages
 from memopt.trace.workspaces import temporaries
 
-#: What a storage that lives at the peak is for, in the order in which tables list it.
+#: Purposes of the storages that live at the peak, in the order in which tables list them.
 Kind = Literal["saved", "logits", "recomputed", "gradients", "temporaries"]
 KINDS: dict[Kind, str] = {
     "saved": "saved by the forward",
@@ -45,25 +45,25 @@ _ENGINE_CALLER = run_backward.__module__
 
 
 class Timeline(StorageTracker):
-    """A `StorageTracker` that also sees storages die.
+    """A `StorageTracker` that also records when storages are freed.
 
-    It tells modules by the call stack: under hooks on modules, patched ones run otherwise.
+    It finds the running module on the call stack: with module hooks, patched modules would run differently.
 
     Args:
-        model: whose step is followed.
-        cuda: count what operators allocate inside of themselves on a CUDA device.
+        model: the model whose step is traced.
+        cuda: also count the temporary tensors inside operators on a CUDA device (`memopt.trace.workspaces`).
     """
 
     def __init__(self, model: nn.Module, *, cuda: bool = False) -> None:
         super().__init__(self.module, parameters=[*model.parameters(), *model.buffers()])
         self._cuda = cuda
         self.events: list[Lifetime] = []
-        """The storage that was allocated or freed, in order."""
+        """For each allocation or free, in order: the storage."""
         self.operations: list[Operation] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._lives: dict[int, Lifetime] = {}
         self._watched: set[weakref.ref[torch.UntypedStorage]] = set()
-        # Of every allocation in a forward: the number of the next node then, and the module.
+        # For every allocation in a forward: the number that the next autograd node would get, and the module.
         self._numbers: list[float] = []
         self._modules: list[str] = []
         self._silent = False
@@ -82,20 +82,20 @@ class Timeline(StorageTracker):
         return result
 
     def mark(self) -> Mark:
-        """How much was seen until now."""
+        """The number of events and of operations until now."""
         return len(self.events), len(self.operations)
 
     def repeat(self, first: Mark, second: Mark, count: int) -> bool:
-        """What `memopt.kernels.base.pieces.PieceCounter` says."""
+        """See `memopt.kernels.base.pieces.PieceCounter`."""
         return repeat(self.events, self.operations, first, second, count)
 
     def lives(self, tensor: Tensor | None) -> set[Lifetime]:
-        """Lifetimes of the storages behind `tensor`, without those that were allocated before."""
+        """Lifetimes of the storages behind `tensor`, without storages that were allocated before the timeline."""
         found = (self.life(storage) for storage in storages([] if tensor is None else [tensor]))
         return {life for life in found if life is not None}
 
     def life(self, storage: torch.UntypedStorage) -> Lifetime | None:
-        """Its lifetime; None if it was allocated before."""
+        """The lifetime of `storage`; None if it was allocated before the timeline."""
         return self._lives.get(storage_id(storage))
 
     @contextmanager
@@ -109,7 +109,7 @@ class Timeline(StorageTracker):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, events and operations are recorded in lists of their own; what lives on is forgotten."""
+        """Inside, events and operations are recorded in separate lists; storages that live on are not watched after."""
         before, watched, parameters = (self.events, self.operations), set(self._watched), self._parameters
         self.events, self.operations, self._parameters = [], [], set(parameters)
         try:
@@ -124,7 +124,7 @@ class Timeline(StorageTracker):
                 self.end(life)
 
     def is_parameter(self, storage: torch.UntypedStorage) -> bool:
-        """Whether parameters or buffers of the model lie there."""
+        """Whether `storage` holds parameters or buffers of the model."""
         return storage_id(storage) in self._parameters
 
     def take_for_parameters(self, tensors: Iterable[Tensor]) -> None:
@@ -143,7 +143,7 @@ class Timeline(StorageTracker):
             self._watch(storage, life)
 
     def end(self, life: Lifetime) -> None:
-        """Count its storage as freed now, whatever becomes of it."""
+        """Count the storage of `life` as freed now, whether or not it is."""
         if life.died == -1:
             node = current_node()
             life.died, life.died_in = len(self.events), -1 if node is None else sequence_number(node)
@@ -174,12 +174,12 @@ class Timeline(StorageTracker):
         self._watched.add(weakref.ref(storage, died))
 
     def _module_of(self, number: float) -> str:
-        """The module that made the node of this number: the first that allocated something after that."""
+        """The module that made the node of this number: the module of the first allocation after the node."""
         place = bisect_right(self._numbers, number)
         return self._modules[place] if place < len(self._modules) else ""
 
     def where(self) -> str:
-        """The module that is running, or whose backward is."""
+        """The module whose forward or backward is running."""
         node = None if (name := self.module()) else current_node()
         return name if node is None else self._module_of(sequence_number(node))
 
@@ -206,7 +206,7 @@ class Activations:
     at_peak: tuple[tuple[Lifetime, Kind], ...]
     """The storages that live at the peak, in order of their allocation."""
     most: dict[Kind, int]
-    """The most bytes of each kind that live at one time, whenever that is."""
+    """For each kind, the most bytes that live at one time, at the peak or elsewhere."""
 
     @property
     def last(self) -> Lifetime | None:
@@ -230,20 +230,20 @@ def step(
 
 @dataclass(frozen=True)
 class Record:
-    """What a step allocated and freed."""
+    """The storages that a step allocated and freed."""
 
     events: Sequence[Lifetime]
-    """The storage that was allocated or freed, in order."""
+    """For each allocation or free, in order: the storage."""
     forward_ends: int
     """Number of events before backward."""
     backward_ends: int
-    """Number of events before what follows it."""
+    """Number of events until the end of backward."""
     gradients: Collection[Lifetime]
-    """Storages of gradients of parameters, and those that these were summed up in."""
+    """Storages of gradients of parameters, and of the partial sums before them."""
     kind_of: Callable[[Lifetime, int], Kind]
-    """What a storage that is no gradient of a parameter is for, given `forward_ends`."""
+    """Returns the purpose of a storage that is no parameter's gradient, given `forward_ends`."""
     operations: Sequence[Operation] = ()
-    """What was computed and moved, in order."""
+    """The operations of the step, in order."""
 
 
 def record(
@@ -255,8 +255,8 @@ def record(
     within: Callable[[Timeline], AbstractContextManager[Any]] = nullcontext,
     cuda: bool = False,
 ) -> Record:
-    """Every storage of forward, loss, backward and what is to run `then`, all `within` a context; `cuda` as that of
-    `Timeline`, other arguments as those of `step`."""
+    """Record every storage of forward, loss, backward and of `then`, which runs after backward; `within` returns a
+    context around all of it. `cuda` is as in `Timeline`, the other arguments are as in `step`."""
     timeline = Timeline(model, cuda=cuda)
     with timeline, counting(timeline), within(timeline), _gradients(model, timeline) as gradients:
         output = run()
@@ -279,7 +279,7 @@ def losses_of(output: Any) -> list[Tensor]:
 
 
 def counted(found: Record, root: str = "") -> Activations:
-    """What lived of `found`; modules are named from `root` on, the model that adapters wrap."""
+    """The live storages of `found`; module names are relative to `root`, the model that adapters wrap."""
     events, forward_ends, left_out, kind_of = found.events, found.forward_ends, found.gradients, found.kind_of
     kinds: dict[Lifetime, Kind] = {}
     live: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -327,7 +327,7 @@ def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:
 
 
 def _head(model: nn.Module) -> tuple[Collection[str], int]:
-    """The module that computes logits and those around it, which compute the loss; the width of what it reads."""
+    """Names of the output layer and of the modules around it, which compute the loss; the layer's input width."""
     find: Callable[[], object] = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     name = next((name for name, module in model.named_modules() if module is head), None)
@@ -367,7 +367,7 @@ def _gradients(model: nn.Module, timeline: Timeline) -> Iterator[set[Lifetime]]:
 
 
 def _with_sums(gradients: Iterable[Lifetime]) -> set[Lifetime]:
-    """`gradients` and what they were summed up in before: autograd adds in place where no mode looks on."""
+    """`gradients` and the partial sums before them: outside of a dispatch mode autograd sums in place."""
     found: set[Lifetime] = set()
     for each in gradients:
         life: Lifetime | None = each

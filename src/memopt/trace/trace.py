@@ -1,4 +1,4 @@
-"""Forward and backward of one step, traced from the config alone: what is saved, and every storage with its purpose."""
+"""Trace forward and backward of one step from the config alone: the saved tensors, and the purpose of every storage."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Subject(NamedTuple):
 def subject(
     of: Step, groups: int | None = None, prepare: Callable[[PreTrainedModel], None] = lambda model: None
 ) -> Subject:
-    """The model of `of`, for steps of any size; arguments are those of `trace`."""
+    """The model of `of`, which can be traced at any size; the arguments have the same meaning as in `trace`."""
     runs: list[Run] = []
 
     def shrink(model: PreTrainedModel) -> None:
-        # Adapters come later and go to alike blocks alike, unless single modules are named.
+        # Adapters are added later. Alike blocks get alike adapters, unless a target names a single module.
         if groups is not None and not any("." in target for target in of.training.lora_targets):
             runs.extend(take_out(model, of.sites.blocks, groups, several=True))
         prepare(model)
@@ -66,13 +66,13 @@ def trace(
     prepare: Callable[[PreTrainedModel], None] = lambda model: None,
     on: Subject | None = None,
 ) -> Trace:
-    """Follow one step; errors as `memopt.trace.estimate.traced`'s.
+    """Trace one step; raises the errors of `memopt.trace.estimate.traced`.
 
     Args:
         of: the model, and how it is patched and trained.
-        groups: of alike groups of blocks, trace this many; by default all. What was left out is in `Trace.runs`.
+        groups: number of alike groups of blocks to trace, by default all; `Trace.runs` has the left-out blocks.
         prepare: called with the model on the meta device, patched and without adapters.
-        on: what `subject` made of a step that differs in its size alone, in place of the other arguments.
+        on: result of `subject` for a step that differs from `of` in its size alone; replaces `groups` and `prepare`.
     """
     built, runs = subject(of, groups, prepare) if on is None else copy.deepcopy(on)
     with traced(of, built) as model:
@@ -102,11 +102,11 @@ def trace(
 
 @quiet()
 def trace_account(of: Step, *, whole: bool = False) -> Account:
-    """What one forward of the model saves for backward, stock or patched.
+    """Count the tensors that one forward of the model, stock or patched, saves for backward.
 
     Args:
         of: the model, and how it is patched and trained.
-        whole: follow a whole step as well, for ``Account.trace``.
+        whole: trace forward and backward as well, for ``Account.trace``.
 
     Raises:
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
@@ -138,7 +138,7 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
 
 
 def with_all_blocks(parameters: Sequence[Parameter], run: Run) -> tuple[Parameter, ...]:
-    """`parameters` of a model with those of the blocks of `run` that were left out."""
+    """`parameters`, with the parameters of the blocks that `run` left out inserted at their place."""
     place_of, names, end = places(run.names), run.names, run.start + run.left_out
     found: list[Parameter] = []
     for is_buffer in (False, True):
@@ -157,7 +157,7 @@ def with_all_blocks(parameters: Sequence[Parameter], run: Run) -> tuple[Paramete
 
 
 def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
-    """The events of a recorded forward and backward, and the number of each in the record."""
+    """The events of a recorded forward and backward, and the index of each in ``found.events``."""
     merged = _summed_in_place(found)
     firsts = set(merged.values())
     made: dict[Lifetime, Storage] = {}
@@ -200,10 +200,10 @@ def _storage(life: Lifetime, found: Record) -> Storage:
 
 
 def _summed_in_place(found: Record) -> dict[Lifetime, Lifetime]:
-    """Sum -> the first term, where autograd adds to that in place.
+    """Sum of gradients -> its first term, where autograd's engine adds in place outside of a trace.
 
-    Its engine sums up gradients of one tensor in the storage of the first, unless something else refers to it; under a
-    dispatch mode, as in a trace, it makes a new one (InputBuffer::add in torch/csrc/autograd/input_buffer.cpp).
+    The engine sums gradients of one tensor in the first one's storage, unless something else refers to it; under a
+    dispatch mode, as in a trace, it allocates a new one (InputBuffer::add in torch/csrc/autograd/input_buffer.cpp).
     """
     events = found.events
     merged: dict[Lifetime, Lifetime] = {}

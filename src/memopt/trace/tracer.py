@@ -1,10 +1,10 @@
-"""Steps of one model, patched in one way, at any size: of a deep model only as many blocks are traced as it takes.
+"""Trace the step of one model, patched in one way, at any size; of a deep model only a few blocks are traced.
 
-Interior blocks that are alike allocate and free alike. Of a run of alike blocks (of alike groups of blocks, where kinds
-alternate) a few are traced: one at each end, and two that lie between alike ones. Where these two allocate and free the
-same, event by event, the events of those that were left out are theirs, with other names. What is freed elsewhere has
-to be freed in the same place relative to its block, or for all blocks in one place; where anything else is seen, the
-whole model has to be traced.
+Alike blocks in the interior of a model allocate and free alike. Of a run of alike blocks (or of alike groups, where
+kinds of blocks alternate) four groups are traced: one at each end and two between. If the two inner groups allocate and
+free alike, event by event, the left-out blocks get copies of their events under other module names. A storage that is
+freed outside of its block must be freed in the same place relative to its block, or in one place for all blocks. In any
+other case the whole model is traced.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from memopt.walk.models.alike import LEAST_GROUPS, Run, places
 class Tracer:
     """Traces the step `of` at any size.
 
-    That blocks may be left out is shown once for each way to patch and train: what four groups of alike blocks extend
-    to with a fifth has to be, event by event, the trace of five.
+    The first trace checks whether blocks may be left out: the trace of four groups of alike blocks, extended by a fifth
+    group, must equal the trace of five groups, event by event. Later sizes rely on that check.
     """
 
     of: Step
     extends: bool | None = None
-    """Whether blocks may be left out; None if that is not known yet."""
+    """Whether blocks may be left out; None before the check."""
     traces: dict[Training, Trace] = field(default_factory=dict, init=False)
-    """Those that are known."""
+    """Finished traces of the whole model."""
     _parts: dict[tuple[Training, int], Trace] = field(default_factory=dict, init=False)
-    """Traces of so many groups of alike blocks, ahead of their use."""
+    """(training, number of groups of alike blocks) -> a trace made ahead of its use."""
     _subjects: dict[tuple[Training, int | None], Subject] = field(default_factory=dict, init=False)
-    """The models that are traced at every size, by a step of no size."""
+    """(training without a size, number of groups) -> the model, which is traced at every size."""
 
     def at(self, training: Training) -> Trace:
-        """The step of the whole model.
+        """The trace of the whole model in the step of `training`.
 
         Raises:
-            ModelError: it cannot be traced.
+            ModelError: the step cannot be traced.
         """
         if training not in self.traces:
             self.traces[training] = self._extended(training) or self._trace(training)
@@ -80,7 +80,7 @@ class Tracer:
 
 
 def trace_ahead(first: Tracer, training: Training, *others: tuple[Tracer, Training]) -> None:
-    """Trace at the same time, where forks are allowed, what `first.at(training)` needs and then `others`."""
+    """Where forks are allowed, make the traces for `first.at(training)` and then for `others` in parallel processes."""
     if processes() < 2 or len(first.of.sites.blocks) <= LEAST_GROUPS + 1 or first.extends is not None:
         return
     wanted = [(first, training, LEAST_GROUPS + 1), (first, training, LEAST_GROUPS)]
@@ -90,7 +90,7 @@ def trace_ahead(first: Tracer, training: Training, *others: tuple[Tracer, Traini
         try:
             return tracer._trace(its, groups)
         except ModelError:
-            return None  # whoever needs it finds out
+            return None  # the error is raised where the trace is needed
 
     for (tracer, its, groups), found in zip(wanted, each([partial(attempt, *one) for one in wanted]), strict=True):
         if found is not None:
@@ -98,7 +98,7 @@ def trace_ahead(first: Tracer, training: Training, *others: tuple[Tracer, Traini
 
 
 def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
-    """The trace with all blocks that were left out, or with `groups` groups of each run."""
+    """`shallow` with all left-out blocks put back, or with `groups` groups of each run put back."""
     events, operations = shallow.events, shallow.operations
     for run in shallow.runs:
         count = None if groups is None else min(groups * run.group, run.left_out)
@@ -107,9 +107,9 @@ def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
 
 
 def _form(traced: Trace) -> list[Hashable]:
-    """The events and sums of the operations of a trace, to compare with those of another.
+    """A form of a trace to compare with another trace: its events, and the total FLOPs and bytes of its operations.
 
-    Storages without bytes are left out: when they are freed is sometimes Python's collector's choice.
+    Storages of 0 bytes are left out, because Python's garbage collector may free them at any time.
     """
     totals = (sum(each.flops for each in traced.operations), sum(each.nbytes for each in traced.operations))
     events = _in_order([event for event in traced.events if event.storage.nbytes])
@@ -119,10 +119,10 @@ def _form(traced: Trace) -> list[Hashable]:
 
 
 def _in_order(events: Sequence[Event]) -> list[Event]:
-    """The events with the frees between two allocations in the order in which their storages were allocated.
+    """The events, with the frees between two allocations sorted by the time when their storages were allocated.
 
-    Their own order changes neither a peak nor what the allocator holds after them, and may be arbitrary: that of
-    autocast's cache of weights is by address.
+    The order of such frees changes neither a peak nor the allocator's state after them, and it may be arbitrary:
+    autocast frees its cache of weights in order of address.
     """
     numbers = {event.storage: number for number, event in enumerate(events) if event.allocated}
     found: list[Event] = []
@@ -131,9 +131,9 @@ def _in_order(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-#: Forward or backward, and the place of a block in its list; -1 before the first.
+#: (forward or backward, index of a block in its list); the index is -1 before the first block.
 _Segment = tuple[Literal["F", "B"], int]
-#: A segment and the number of a storage among those that it allocates.
+#: A segment, and the number of a storage among the storages that the segment allocates.
 _Address = tuple[Literal["F", "B"], int, int]
 
 
@@ -147,13 +147,13 @@ def put_back(
     """Events and operations of the step with `count` of the blocks that were left out, by default all of them.
 
     Raises:
-        UnlikeError: the interior blocks that were traced are not alike in what they allocate and free.
+        UnlikeError: the interior blocks that were traced do not allocate and free alike.
     """
     return _Extension(events, operations, run, run.left_out if count is None else count).whole()
 
 
 class _Extension:
-    """The traced blocks of a run are numbered without those that were left out; `_full` numbers all."""
+    """Puts left-out blocks of a run back. Indices count traced blocks alone; `_full` converts to all blocks."""
 
     def __init__(self, events: Sequence[Event], operations: Sequence[Operation], run: Run, count: int) -> None:
         events = _in_order(events)
@@ -200,7 +200,7 @@ class _Extension:
         return tuple(events), tuple(operations)
 
     def _segmented(self) -> Iterator[_Segment]:
-        """The segment of every event: a block's begins with its first allocation in forward, or in backward."""
+        """The segment of every event; a block's segment begins with its first allocation in forward, or in backward."""
         segment: _Segment = ("F", -1)
         seen = {segment}
         for event in self._given:
@@ -218,7 +218,7 @@ class _Extension:
         return place if place < self._cut else place + self._count
 
     def _check(self) -> None:
-        """Both interior groups are alike, and so is where what they allocate is freed."""
+        """Raise UnlikeError unless both interior groups have alike events and frees in alike places."""
         for place in range(self._cut - self._group, self._cut):
             for phase in ("F", "B"):
                 if self._tokens((phase, place)) != self._tokens((phase, place - self._group)):
@@ -230,7 +230,7 @@ class _Extension:
                     raise UnlikeError(f"what {self._traced[place]} allocates is not freed as in the block before it")
 
     def _is_relative(self, storage: Storage, twin: Storage) -> bool | None:
-        """Whether both are freed in the same place relative to their blocks; None: in unlike places."""
+        """True if both are freed in the same place relative to their blocks, False if in one place, None otherwise."""
         mine, other = self._freed_in.get(storage), self._freed_in.get(twin)
         if mine == other:
             return False
@@ -253,17 +253,17 @@ class _Extension:
         return tokens
 
     def _reference(self, storage: Storage, place: int) -> Hashable:
-        """What is freed, and whose.
+        """A freed storage, described by its block and its form, without its number, module and operation.
 
-        The blocks at the ends may number their own otherwise, and a sum over blocks has another operation where it
-        begins.
+        Blocks at the ends may number their storages differently, and a sum over blocks is allocated by another
+        operation in the block where it begins.
         """
         phase, other, _ = self._address[storage]
         near = other if other < 0 else ("near", other - place)
         return phase, near, storage.nbytes, storage.part, storage.dtype, storage.shape
 
     def _copied(self, phase: Literal["F", "B"], place: int) -> Iterator[tuple[int, Event]]:
-        """The events of the block `place`, which was left out, each with the number of the one that it is like."""
+        """The events of the left-out block `place`, each with the index of the traced event that it copies."""
         like = self._run.like(place)
         number = 0
         for moment, before in zip(
@@ -277,7 +277,7 @@ class _Extension:
             else:
                 other_phase, other, its_number = self._address[event.storage]
                 target = other if other < 0 else other + place - like
-                if other >= self._cut and target < self._cut + self._count:  # numbered as those of interior blocks
+                if other >= self._cut and target < self._cut + self._count:  # numbered as in interior blocks
                     its_number = self._address[self._given[before].storage][2]
                 storage = self._at((other_phase, target, its_number))
             yield moment, Event(storage, event.allocated, event.moment)
@@ -289,7 +289,7 @@ class _Extension:
         return Storage(storage.nbytes, storage.part, module, storage.operation, storage.dtype, storage.shape)
 
     def _frees(self, moment: int, segment: _Segment) -> Iterator[Event]:
-        """What the free of a traced storage becomes: a neighbour's across the cut is one of a new neighbour."""
+        """Events in place of the free of a traced storage: across the cut, storages of blocks put back are freed."""
         event = self._given[moment]
         phase, place, number = self._address[event.storage]
         storage, others = event.storage, range(0)
@@ -299,7 +299,7 @@ class _Extension:
             elif segment[1] >= self._cut:
                 storage = self._at((phase, place + self._count, number))
         elif self._cut <= place < self._cut + self._group and 0 <= segment[1] < self._cut:
-            if segment[1] >= self._cut - self._group:  # the block behind the cut may number its own otherwise
+            if segment[1] >= self._cut - self._group:  # the block behind the cut may number differently
                 at = self._by_segment[segment].index(moment)
                 like = self._by_segment[segment[0], segment[1] - self._group][at]
                 number = self._address[self._given[like].storage][2]

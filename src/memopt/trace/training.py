@@ -1,4 +1,4 @@
-"""The training step that a report is about, as a user asks about it and as it is traced: plain data, no torch."""
+"""The training step of a report, as a user requests it and as it is traced: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained, as far as it changes what is saved for backward."""
+    """The settings of training that change the bytes that are saved for backward."""
 
     batch: int = 1
     seq: int | None = 2048
@@ -53,7 +53,7 @@ class Training:
         return self.train != "full"
 
     def notes(self) -> list[str]:
-        """What else a reader of its bytes has to know."""
+        """Notes for readers of the bytes: which casts autocast makes, and the dtype of adapters."""
         if self.precision.endswith("mixed"):
             return [
                 "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
@@ -89,7 +89,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Request:
-    """A training step as a user asks about it, with nothing loaded; the fields are the arguments of `memopt.report`."""
+    """A training step as a user requests it, with nothing loaded; the fields are the arguments of `memopt.report`."""
 
     model: str | Path
     recipe: str | Path | Recipe | None = None
@@ -109,12 +109,12 @@ class Request:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Request:
-        """From the `locals()` of a function with an argument for each field, which tests compare."""
+        """A request from the `locals()` of a function that has an argument for each field (tests compare them)."""
         return cls(**{each.name: arguments[each.name] for each in fields(cls)})
 
     @property
     def training(self) -> Training:
-        """One row without `batch`, every linear without targets; the config, or `inputs`, may change its sizes."""
+        """The settings: without `batch` one row, without targets every linear; config or `inputs` may change sizes."""
         return Training(
             batch=self.batch or 1,
             precision=self.precision,
@@ -129,34 +129,34 @@ class Request:
 
 @dataclass(frozen=True)
 class Step:
-    """How a model is patched and trained. Nothing of the model but its config is read."""
+    """How a model is patched and trained. Only the config of the model is read."""
 
     config: PreTrainedConfig
     training: Training
     """``cuda_kernels=False`` traces the step of a CPU."""
     sites: Sites
-    """What the walk found in this model (`memopt.walk.observe.walk_config`)."""
+    """The sites of this model (`memopt.walk.observe.walk_config`)."""
     recipe: Recipe | None = None
-    """Patch with it first; None for the stock model."""
+    """The recipe by which the model is patched; None for the stock model."""
     folded: Collection[str] = frozenset()
     """Norms whose affine is folded in the checkpoint."""
     inputs: Batch | None = None
-    """A batch of the size in `training`; by default one is made."""
+    """A batch of the size in `training`; None: inputs of that size are made."""
     notes: tuple[str, ...] = ()
 
     @property
     def stock(self) -> Step:
-        """The same step of the model without patches."""
+        """This step, of the model without patches."""
         return replace(self, recipe=None, folded=frozenset())
 
     @property
     def rules(self) -> Recipe:
-        """The recipe of a step that has one."""
+        """The recipe of the step, which must have one."""
         assert self.recipe is not None, "the stock model has no recipe"
         return self.recipe
 
     def trained(self, **changes: Any) -> Step:
-        """The same step with other fields of `training`."""
+        """This step with other fields of `training`."""
         return replace(self, training=replace(self.training, **changes))
 
 

@@ -1,6 +1,6 @@
-"""What operators of PyTorch allocate inside of themselves on a CUDA device, which a trace of operators does not see.
+"""Temporary tensors inside PyTorch's operators on a CUDA device, which a trace of operators does not see.
 
-Only what grows with the activations is counted; the sizes are those of PyTorch's code, whose files each rule names.
+Only temporaries that grow with the activations are counted. Their sizes are taken from the file that each rule names.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 
 #: The shape and dtype of a temporary.
 Temporary = tuple[tuple[int, ...], torch.dtype]
-#: Rows of attention's tiles, to which both kernels round.
+#: Rows of a tile of the attention kernels: row counts are rounded up to a multiple.
 _FLASH_ROWS, _EFFICIENT_ROWS = 128, 64
 
 
 def temporaries(func: Any, args: Any) -> Iterator[Temporary]:
-    """What the operator `func` allocates for the length of its call, beside its outputs."""
+    """The tensors that the operator `func` allocates beside its outputs and frees at the end of its call."""
     rule = _RULES.get(func.overloadpacket)
     return iter(()) if rule is None else rule(*args)
 
 
 def _softmax_backward(gradient: Any, output: Any, *others: Any) -> Iterator[Temporary]:
-    """``native/cuda/SoftMax.cu``: the product of the two; its fused form for a mask has none."""
+    """``native/cuda/SoftMax.cu``: gradient * output; the fused masked softmax allocates none."""
     yield tuple(output.shape), torch.promote_types(gradient.dtype, output.dtype)
 
 
 def _flash_backward(gradient: Any, query: Any, key: Any, value: Any, output: Any, *others: Any) -> Iterator[Temporary]:
-    """``transformers/cuda/flash_attn/flash_api.cpp``, `mha_bwd`: sums of dQ in fp32, dK and dV of every query head.
+    """``transformers/cuda/flash_attn/flash_api.cpp``, `mha_bwd`: row sums and dQ in fp32, dK and dV per query head.
     ``transformers/cuda/attention_backward.cu`` copies dO and O where their heads do not lie beside each other."""
     batch, heads, rows, width = query.shape
     for each in (gradient, output):
@@ -42,7 +42,7 @@ def _flash_backward(gradient: Any, query: Any, key: Any, value: Any, output: Any
 
 
 def _efficient_backward(gradient: Any, query: Any, *others: Any) -> Iterator[Temporary]:
-    """``transformers/cuda/attention_backward.cu`` and ``mem_eff_attention/kernel_backward.h``: sums of dQ in fp32."""
+    """``transformers/cuda/attention_backward.cu`` and ``mem_eff_attention/kernel_backward.h``: row sums, dQ in fp32."""
     batch, heads, rows, width = query.shape
     yield (batch, heads, rows), torch.float32
     yield (batch, heads, _up(rows, _EFFICIENT_ROWS), _up(width, _EFFICIENT_ROWS)), torch.float32

@@ -1,14 +1,14 @@
-"""An adapter of the stock model as one of the folded model, and back: the same function, by the algebra of a fold.
+"""Convert an adapter of the stock model into one of the folded model, and back; both compute the same function.
 
-A reader of a folded norm has W' = W diag(s) and b' = b + W t, where y = s x_hat + t was its input and x_hat is now.
+A reader of a folded norm has W' = W diag(s) and b' = b + W t: its input was y = s x_hat + t, and is now x_hat.
 LoRA adds B A y = (B A diag(s)) x_hat + B A t, so A' = A diag(s), and B A t becomes the bias of B (PEFT's `lora_bias`).
 DoRA divides by the norms of the rows of W + c B A, which a fold changes: its magnitude is multiplied by
 |W' + c B A'| / |W + c B A|. A tensor that was trained as a whole (`modules_to_save`, biases) is folded as the base
 model's is. The way back divides by s. Each stored element is rounded once. What an adapter adds to a module that reads
 no folded norm is unchanged.
 
-What has no such form is refused: a rotation of the input (OFT), a Kronecker factor over it (LoKr), projections that all
-modules share (VeRA).
+Adapters without such a form are refused: a rotation of the input (OFT), a Kronecker factor over the input (LoKr),
+projections that all modules share (VeRA).
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def convert(adapter: Adapter, base: CheckpointSource, folds: tuple[Fold, ...], *
     """The adapter of the model `base` as one of that model with `folds`; with `back`, the other way round.
 
     Args:
-        folds: by the names of the tensors of `base`, which is not folded.
+        folds: the folds, with the tensor names of `base`, which is not folded.
 
     Raises:
-        ModelError: the adapter has modules or shapes that the model has not.
-        NegativeVerdict: it has no exact form on the other side; names the module and why.
+        ModelError: the adapter has modules or shapes that the model lacks.
+        NegativeVerdict: the adapter has no exact form on the other side; the message names the module and the reason.
     """
     return _Conversion(adapter, base, folds, back).run()
 
 
 class _Conversion(Sides):
-    """The numbers."""
+    """Computes the converted tensors."""
 
     def run(self) -> Converted:
         refuse(self)
@@ -144,7 +144,7 @@ class _Conversion(Sides):
         return result
 
     def stock(self, key: str, axis: int, reader: Reader) -> Floats:
-        """A scaled tensor of the adapter as the stock model has it, as fp64."""
+        """A scaled tensor of the adapter in the form that fits the stock model, as fp64."""
         info = self.adapter.source.tensors[key]
         values = read_floats(self.adapter.source, key).reshape(info.shape)
         if not self.back:
@@ -156,7 +156,7 @@ class _Conversion(Sides):
         return -1 if self.back else 1
 
     def bias_of_b(self, key: str) -> Bits:
-        """The bias of B, more or less B A t."""
+        """The bias of B, plus B A t (on the way back: minus)."""
         rows_key = key.removesuffix("bias") + "weight"
         part = self.parts[_pair(rows_key)]
         info = self.adapter.source.tensors[rows_key]
@@ -168,7 +168,7 @@ class _Conversion(Sides):
         return arithmetic.encode(bias, info.dtype)
 
     def shifted(self, key: str, operation: Shift) -> Bits:
-        """A bias that was trained as a whole, more or less W t."""
+        """A bias that was trained as a whole, plus W t (on the way back: minus)."""
         bias = read_floats(self.adapter.source, key)
         for each in operation.parts:
             source, info = self.tensor(each.weight)
@@ -185,7 +185,7 @@ class _Conversion(Sides):
         return arithmetic.encode(bias, self.adapter.source.tensors[key].dtype)
 
     def magnitude(self, part: Part) -> Bits:
-        """DoRA's magnitude, times the quotient of the row norms of the two weights that it divides by."""
+        """DoRA's magnitude, times the quotient of the row norms of the adapted weights in the new and the old form."""
         reader, source = self.readers[str(part.base)], self.adapter.source
         stem = part.key.removesuffix("lora_magnitude_vector")
         columns_key, rows_key = f"{stem}lora_A.weight", f"{stem}lora_B.weight"
@@ -214,7 +214,7 @@ class _Conversion(Sides):
 
 
 def _pair(part: Part | str) -> str:
-    """Key of the B of an A of LoRA, and of the A of a B."""
+    """Key of the matrix B that belongs to a LoRA matrix A, and of the A that belongs to a B."""
     key = part if isinstance(part, str) else part.key
     return key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
 

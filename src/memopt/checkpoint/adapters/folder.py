@@ -1,7 +1,7 @@
-"""A folder of a PEFT adapter: its config, its tensors, and what module of the base model each belongs to.
+"""A folder of a PEFT adapter: its config, its tensors, and the module of the base model to which each tensor belongs.
 
-PEFT names a tensor ``base_model.model.MODULE.PART``: PART is that of an adapter (``lora_A.weight``), or a tensor of the
-module itself that was trained as a whole (``modules_to_save``, biases).
+PEFT names a tensor ``base_model.model.MODULE.PART``: PART is a parameter of an adapter (``lora_A.weight``), or a tensor
+of the module itself that was trained as a whole (``modules_to_save``, biases).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memopt.walk.models.adapter import ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 KIND = "adapter"
 _PREFIX = "base_model.model."
-#: First part of the names of what an adapter adds to a module.
+#: Beginning of the names of the parameters that an adapter adds to a module.
 _ADDED = re.compile(r"\.(lora|hada|lokr|oft|boft|vera|ia3)_|\.(token_adapter|trainable_tokens)\.")
 
 
@@ -34,11 +34,11 @@ class Part(NamedTuple):
 
     key: str
     module: str | None
-    """The module that it belongs to, by its name in the base model's files; None if they have no such module."""
+    """The module of the tensor, by its name in the base model's files; None if they have no such module."""
     leaf: str
     """The rest of the name."""
     added: bool
-    """Whether it is a parameter of the adapter, and no trained tensor of the module itself."""
+    """True for a parameter of the adapter; False for a trained tensor of the module itself."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
     @property
     def base(self) -> str | None:
-        """Name in the base model's files of what it replaces or stands beside."""
+        """Name in the base model's files of the tensor that this part replaces or is added to."""
         return None if self.module is None else f"{self.module}.{'weight' if self.added else self.leaf}"
 
 
@@ -56,9 +56,9 @@ class Adapter:
     """An opened adapter folder."""
 
     source: CheckpointSource
-    """Its one file of weights; `config` is that of the adapter."""
+    """The adapter's one file of weights; its `config` is the adapter's config."""
     record: Mapping[str, Any] | None
-    """Its memopt.json, where memopt converted it."""
+    """The adapter's memopt.json; None if memopt did not convert it."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -69,10 +69,10 @@ class Adapter:
         return str(self.config.get("peft_type"))
 
     def parts(self, base: Mapping[str, TensorInfo]) -> list[Part]:
-        """Every tensor, by the modules of a base model whose files have the tensors `base`.
+        """Every tensor with its module in a base model whose files have the tensors `base`.
 
         Raises:
-            ModelError: the files have no module that the adapter stands beside, or one of another size.
+            ModelError: the base model lacks a module that the adapter is added to, or has it in another size.
         """
         parts = list(_parts(self.source.tensors, base))
         rows = {part.module: self.source.tensors[part.key] for part in parts if part.leaf in _ROWS}
@@ -106,7 +106,7 @@ def open_adapter(folder: str | Path) -> Adapter:
     """Open the folder of a PEFT adapter; reads headers only.
 
     Raises:
-        ModelError: it is none, or a file in it is damaged or a pickle.
+        ModelError: `folder` is not an adapter's, or a file in it is damaged or a pickle.
     """
     root = Path(folder).expanduser().resolve()
     if not (root / ADAPTER_CONFIG).is_file():
@@ -144,7 +144,7 @@ def _parts(keys: Iterable[str], base: Collection[str]) -> Iterator[Part]:
             yield Part(key, owner, leaf, added=False)
         elif owner in owning:
             yield Part(key, owner, leaf, added=True)
-        else:  # of a module that the files have not: a head for another task, or one that the adapter does not fit
+        else:  # its module is not in the files: a head for another task, or the adapter does not fit
             yield Part(key, None, name, added=bool(_ADDED.search(name)) and key.startswith(_PREFIX))
 
 

@@ -1,4 +1,4 @@
-"""What of an adapter has no exact form on the other side of a fold: every reason to refuse one, by name."""
+"""Refuse adapters that have no exact form on the other side of a fold, each with its reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VARIANTS = (
     "use_qalora", "velora_config", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config",
     "layer_replication", "alora_invocation_tokens", "megatron_config",
 )  # fmt: skip
-#: Initialisations that leave the base model as it is; the others subtract from its weights what A and B begin with.
+#: Initialisations that leave the base model as it is; others subtract the initial product of B and A from its weights.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -35,7 +35,7 @@ def refuse(sides: Sides) -> None:
 
     Raises:
         ModelError: a tensor has another size than the model's.
-        NegativeVerdict: a part has no exact form; names it.
+        NegativeVerdict: a part has no exact form; the message names it.
     """
     kind, config = sides.adapter.kind, sides.adapter.config
     if kind not in _KINDS:
@@ -57,7 +57,7 @@ def refuse(sides: Sides) -> None:
 
 
 def _obstacle(sides: Sides, part: Part) -> str | None:
-    """Why a tensor has no exact form on the other side."""
+    """Why a tensor has no exact form on the other side; None if it has one."""
     info, reader = sides.adapter.source.tensors[part.key], sides.reader_of(part)
     if part.module is None:
         return _obstacle_of_new(sides, part)
@@ -86,7 +86,7 @@ def _obstacle(sides: Sides, part: Part) -> str | None:
 
 
 def _obstacle_of_new(sides: Sides, part: Part) -> str | None:
-    """Of a tensor whose module the base model has not, a head for another task: it may read a folded norm."""
+    """`_obstacle` of a tensor whose module, such as a new head, the base model lacks: it may read a folded norm."""
     for fold in sides.folds if part.key != part.leaf else ():  # prompts have no module and no prefix
         top = fold.norm.partition(".")[0]
         if any(consumer.weight.partition(".")[0] != top for consumer in fold.consumers):
@@ -95,7 +95,7 @@ def _obstacle_of_new(sides: Sides, part: Part) -> str | None:
 
 
 def _obstacle_of_whole(sides: Sides, part: Part) -> str | None:
-    """Of a tensor of the model that was trained as a whole."""
+    """`_obstacle` of a tensor of the model that was trained as a whole."""
     name, key = str(part.base), part.key
     operation, info = sides.operations.get(name), sides.adapter.source.tensors[key]
     before = sides.base.tensors[name]

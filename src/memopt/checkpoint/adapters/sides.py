@@ -1,4 +1,4 @@
-"""Both forms of the model that an adapter belongs to: which modules read folded norms, and how."""
+"""The stock and the folded form of an adapter's model: which modules read folded norms, with which scale and shift."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memopt.errors import NegativeVerdict
 
 @dataclass(frozen=True)
 class Reader:
-    """The weight of a module that reads folded norms; one number a coordinate of its input."""
+    """The weight of a module that reads folded norms; scale and shift have a number for each input coordinate."""
 
     name: str
     axis: int
@@ -28,12 +28,12 @@ class Reader:
 
 
 class Sides:
-    """An adapter, its model without folds, and the folds; `back` is the way from the folded model."""
+    """An adapter, its model without folds, and the folds; `back`: convert from the folded to the stock model."""
 
     def __init__(self, adapter: Adapter, base: CheckpointSource, folds: tuple[Fold, ...], back: bool) -> None:
         self.adapter, self.base, self.back = adapter, base, back
         if names := adapter.config.get("target_parameters"):
-            # A, B and the files may cut such a parameter into experts, each in an order of its own.
+            # A, B and the files may split such a parameter into experts, each in a different order.
             raise self.refusal(
                 f"its target_parameters ({', '.join(names)}) adapt parameters, not the inputs of modules"
             )
@@ -60,20 +60,20 @@ class Sides:
         return Reader(name, axis, scale, shift, parts[0][0].norm)
 
     def reader_of(self, part: Part) -> Reader | None:
-        """The reader of folded norms that a part of the adapter stands beside or replaces."""
+        """The reader of folded norms that a part of the adapter is added to, or replaces."""
         return self.readers.get(part.base or "")
 
     def reads_shift(self, part: Part) -> bool:
-        """Whether a folded norm that its module reads has a bias."""
+        """Whether the module of `part` reads a folded norm that has a bias."""
         reader = self.reader_of(part)
         return reader is not None and bool(reader.shift.any())
 
     def lora(self) -> list[Part]:
-        """The parts A of LoRA on linears, each of which has a B."""
+        """The LoRA matrices A on linears; each has a matrix B."""
         return [part for part in self.parts.values() if part.leaf == "lora_A.weight"]
 
     def tensor(self, name: str) -> tuple[CheckpointSource, TensorInfo]:
-        """Where a weight of the model is: in the adapter, if that trained it as a whole."""
+        """The source and metadata of a weight: the adapter's, if the adapter trained the weight as a whole."""
         part = self.whole.get(name)
         if part is not None:
             return self.adapter.source, self.adapter.source.tensors[part.key]

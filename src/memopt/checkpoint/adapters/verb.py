@@ -1,4 +1,4 @@
-"""The verb for adapters: one of the stock model becomes one of its folded form, and back. `memopt` re-exports it."""
+"""Convert an adapter of the stock model into one of its folded form, and back. `memopt` re-exports the function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AdapterResult:
-    """What :func:`convert_adapter` did."""
+    """The result of :func:`convert_adapter`."""
 
     adapter: Path
     """The adapter that was read."""
@@ -35,9 +35,9 @@ class AdapterResult:
     fits: Fit
     """The model that the written adapter fits."""
     base: str
-    """What its config names as its base model."""
+    """The base model that the written adapter's config names."""
     changed: tuple[str, ...]
-    """Tensors that differ from the adapter's."""
+    """Tensors that differ from those of the adapter that was read."""
     tensors: int
     notes: tuple[str, ...]
     """Sentences that a user should read."""
@@ -45,12 +45,12 @@ class AdapterResult:
 
 @dataclass(frozen=True)
 class _Forms:
-    """A model in both forms."""
+    """The stock and the folded form of a model."""
 
     original: CheckpointSource
     folds: tuple[Fold, ...]
     folded: str
-    """Where the folded form is, or is written by default."""
+    """Folder of the folded form; if it is not written yet, its default folder."""
 
     def fit(self, form: str) -> Fit:
         affines = digest_of_affines(self.folds, self.original.read_range)
@@ -76,18 +76,18 @@ def convert_adapter(
 ) -> AdapterResult:
     """Write `adapter`, trained on a stock model, as an adapter of the folded model; with `back`, the other way round.
 
-    Both compute the same function, but for one rounding of each stored element. Further training follows the path of
-    the other model (docs/fine-tuning.md).
+    Both adapters compute the same function, up to one rounding of each stored element. Further training takes the path
+    of the model that the new adapter fits (docs/fine-tuning.md).
 
     Args:
         adapter: folder of a PEFT adapter.
         model: a folder that `memopt patch` wrote; without `back` also the model itself, a folder or a hub id.
         out: the folder to write; by default the adapter's name and ``-folded`` or ``-stock`` in the current folder.
-        back: from the folded model to the stock one.
-        against: the model that the patched folder was made from; by default where memopt.json says it was.
-        recipe: by which `model` is folded, where it is not patched yet.
+        back: convert from the folded model to the stock model.
+        against: the model that the patched folder was made from; by default the place that memopt.json names.
+        recipe: recipe by which `model` is folded, if it is not patched yet.
         overrides: keys of the recipe to change, as ``key=value``.
-        revision: as in `patch_checkpoint`, as are the next two.
+        revision: branch, tag or commit; hub ids only.
         trust_remote_code: run the Python files that come with the model.
         allow_pickle: read ``pytorch_model*.bin``.
         note: called with each note of the result as soon as it is known.
@@ -149,7 +149,7 @@ def _of_stock(source: CheckpointSource, rules: Recipe, trust_remote_code: bool) 
 
 
 def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> None:
-    """Raise if the adapter is known to be of another model, or of the other form of this one."""
+    """Raise if the adapter is known to fit another model, or the other form of this model."""
     if adapter.record is not None:
         found = adapter.record.get("fits")
         right = {key: getattr(expected, key) for key in ("form", "folds", "affines")}
@@ -179,7 +179,7 @@ def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> No
 
 
 def _digests(folder: Path, folds: tuple[Fold, ...]) -> tuple[str, ...]:
-    """(folds, affines) of a patched folder, (affines,) of a stock one; empty if it cannot tell."""
+    """Digests (folds, affines) of a patched folder, (affines,) of a stock folder; empty if it cannot be read."""
     try:
         source = open_source(str(folder), allow_pickle=True)
         key = source.config.get(CONFIG_KEY)

@@ -41,7 +41,7 @@ def write_adapter(
     """Write the adapter to the folder `out`; all of it or nothing.
 
     Args:
-        base: what the adapter's config names as its base model.
+        base: the base model to name in the adapter's config.
 
     Raises:
         OutputError: `out` cannot be used or written.

@@ -1,4 +1,4 @@
-"""The protocol of a format of weight files: whether a folder has it, its tensors and where their bytes are.
+"""The protocol for formats of weight files: whether a folder has a format, its tensors, and the place of their bytes.
 
 A format is one file with a class of the protocol `Format`, listed in `source.FORMATS`. Every format presents its
 tensors as the safetensors files that a rewritten checkpoint contains.
@@ -44,7 +44,7 @@ class Weights(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """Tensor -> the others that share its storage."""
+        """Tensor -> the other tensors that share its storage."""
 
     @property
     def copies_as_is(self) -> bool:
@@ -63,11 +63,11 @@ class Format(Protocol):
 
     @property
     def suffix(self) -> str:
-        """Suffix of its files; that of an index is this and ``.index.json``."""
+        """Suffix of its files; an index file has this suffix and ``.index.json``."""
 
     @property
     def runs_code(self) -> bool:
-        """Whether opening such a file can run code; then the user has to allow it."""
+        """Whether opening such a file can run code, so that the user has to allow it."""
 
     def is_in(self, root: Path) -> bool:
         """Whether the folder has weights in this format under the names that transformers looks for.
@@ -77,7 +77,7 @@ class Format(Protocol):
         """
 
     def open(self, root: Path) -> Weights:
-        """The weights of a folder that has them.
+        """The weights of a folder that has this format.
 
         Raises:
             ModelError: a file is missing, damaged or not of the format.
@@ -127,7 +127,7 @@ def named_shards(index: Path, weight_map: Mapping[str, str]) -> list[Path]:
 
 
 def _is_name(value: str) -> bool:
-    """Whether it is the name of a file, without a folder."""
+    """Whether `value` is the name of a file, without a folder."""
     return value == Path(value).name and value.isprintable() and 0 < len(value.encode()) < 256
 
 

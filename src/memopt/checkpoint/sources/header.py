@@ -29,14 +29,14 @@ DTYPE_BITS = {
 }  # fmt: skip
 #: Dtypes that hold a weight's value itself. Narrower ones are codes with a scale in another tensor.
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-#: Tensors of a checkpoint, all files together; one with 384 experts in each of 60 layers has 70,000.
+#: The most tensors of a checkpoint, all files together; a model with 384 experts in each of 60 layers has 70,000.
 MAX_TENSORS = 200_000
 _MAX_RANK, _MAX_ELEMENTS = 64, 2**63 - 1
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor's bytes are."""
+    """Dtype, shape and position of one tensor in a file."""
 
     name: str
     shard: str

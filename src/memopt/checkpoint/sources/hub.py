@@ -26,7 +26,7 @@ def locate(model: str, *, revision: str | None = None, allow_pickle: bool = Fals
         weights: False fetches the configuration, code and index only.
 
     Raises:
-        ModelError: it exists neither here nor on the hub, is gated, or cannot be reached.
+        ModelError: the model exists neither here nor on the hub, is gated, or cannot be reached.
     """
     path = Path(model).expanduser()
     if path.is_dir():

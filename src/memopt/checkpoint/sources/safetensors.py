@@ -51,7 +51,7 @@ class SafetensorsFiles:
         try:
             with open(path, "rb", buffering=0) as file:
                 _read_into(file.fileno(), buffer, info.offset + start, path)
-                if len(buffer) >= _LARGE:  # a stream, whose next blocks the disk reads while this one is worked on
+                if len(buffer) >= _LARGE:  # part of a stream: let the disk read the next blocks meanwhile
                     end = info.offset + start + len(buffer)
                     os.posix_fadvise(file.fileno(), end, 2 * len(buffer), os.POSIX_FADV_WILLNEED)
         except OSError as error:
@@ -66,7 +66,7 @@ def _check_index(path: Path, weight_map: Mapping[str, str], headers: Mapping[str
     """Check that an index names exactly the tensors of the shards.
 
     Raises:
-        ModelError: it names a tensor that its shard lacks, or lacks one.
+        ModelError: the index names a tensor that its shard lacks, or lacks a tensor of a shard.
     """
     for name, shard in weight_map.items():
         if name not in headers[shard].tensors:

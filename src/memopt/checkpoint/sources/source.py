@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "memopt.json"
-#: Every format that is read; of those in a folder the first is used.
+#: Every format that is read; if a folder has several, the first in this list is used.
 FORMATS: tuple[Format, ...] = (SafetensorsFormat(), PickleFormat())
 #: Most files beside the weights that are copied.
 _MAX_FILES = 5_000
@@ -40,11 +40,11 @@ class CheckpointSource:
     """An opened checkpoint; see :func:`open_source`."""
 
     model: str
-    """As the user named it."""
+    """The model as the user named it."""
     root: Path
     revision: str | None
     commit: str | None
-    """Commit of a hub snapshot; None for another folder."""
+    """Commit of a hub snapshot; None for any other folder."""
     weights: Weights
     side_files: tuple[str, ...]
     """Every other file that belongs to the model, relative to `root`."""
@@ -54,7 +54,7 @@ class CheckpointSource:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The weight files (for pickles: as they would be written); none where they were not downloaded."""
+        """The weight files (for pickles: the safetensors files to write); empty if they were not downloaded."""
         return self.weights.shards
 
     @cached_property
@@ -127,7 +127,7 @@ def open_source(
 
 
 def needs_allow_pickle(files: Iterable[str]) -> bool:
-    """Whether weight files of these names are read with `allow_pickle` only."""
+    """Whether weight files of these names are read only with `allow_pickle`."""
     return any(belongs_to(name, [each for each in FORMATS if each.runs_code]) for name in files)
 
 
@@ -164,7 +164,7 @@ def _format_of(root: Path, allow_pickle: bool) -> Format:
 
 
 def _no_weights(root: Path) -> ModelError:
-    """The error for a folder of which no format may be read."""
+    """The error for a folder without weights in a format that may be read."""
     if any(each.is_in(root) for each in FORMATS if each.runs_code):
         return ModelError(
             f"'{root}' has its weights in pickle files only, which can run code when they are opened.",

@@ -1,8 +1,8 @@
-"""The proof that coded activations use the levels of their code, module by module.
+"""Check of coded activations, module by module: their backward applies the levels of their code.
 
-Each module runs alone on random inputs; the derivative that its backward applies has to be the level that the code's
+Each module runs alone on random inputs. The derivative that its backward applies must be the level that the code's
 definition gives (`memopt.kernels.derivative_codes.schemes`), recomputed here from thresholds or the exact derivative.
-The code itself has to be the shipped one, and as far off at N(0, 1) as it says.
+The error of the module's code for z ~ N(0, 1) must be the error that is stored with the shipped code.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from memopt.patches.swap import is_swapped, original_class, swap_state
 from memopt.torch_compat.activations import ACTIVATIONS
 
 _INPUTS, _SCALE = 8192, 3.0
-#: Of a level, from the nearest one: rounding in fp32.
+#: Largest difference of an applied derivative from its level, relative to the largest level: rounding in fp32.
 _ROUNDING = 1e-5
-#: Share of a step around a border between codes in which rounding decides.
+#: Inputs this near a border between codes are left out: distance in z, or about this part of a value code's range.
 _BORDER = 1e-3
-#: Relative difference of two quadratures of a code's error.
+#: Largest relative difference between two quadratures of a code's error.
 _QUADRATURE = 0.01
 _REACH, _POINTS = 12.0, 240_001
 
 
 def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
-    """One check of the derivative that each coded module applies, one of the tables."""
+    """Two checks: the derivatives that coded modules apply, and the errors of their codes."""
     model = trial.patched(*settings)
     off, tables = {}, {}
     for name, module in model.named_modules():
@@ -65,7 +65,7 @@ def _off_its_levels(module: nn.Module, stock: functools.partial[Tensor], code: D
 
 
 def _levels(z: Tensor, stock: functools.partial[Tensor], code: DerivativeCode, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """The level of each input, and whether rounding cannot choose the next one."""
+    """The level of each input, and whether the input is too far from a border for rounding to choose another level."""
     if code.thresholds:
         thresholds = torch.tensor(code.thresholds, dtype=torch.float64)
         near = (z[:, None] - thresholds).abs().min(1).values

@@ -1,4 +1,4 @@
-"""The errors of coded activations' derivatives, measured on their own inputs."""
+"""Errors of the derivatives of coded activations, measured on the inputs that the modules get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt.patches.swap import is_swapped, original_class, swap_state
 
 @contextmanager
 def code_errors(model: nn.Module) -> Iterator[list[float]]:
-    """Inside, the relative error of every coded activation's derivative, at its own inputs."""
+    """Inside, each call of a coded activation adds the relative error of its derivative on that input to the list."""
     errors: list[float] = []
 
     def measure(code: DerivativeCode, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Activation modules that save their input only: those of several operations, and those whose linear recomputes their
-output."""
+"""Activation modules that save only their input: activations of several operations, and activations whose output the
+next linear recomputes."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from memopt.walk.sites import ActivationSite
 
 @dataclass(frozen=True)
 class ActivationRewrite:
-    """What a patched activation knows."""
+    """State of a patched activation."""
 
     kind: str
     """As in `memopt.walk.sites.ActivationSite`."""
     is_one_operation: bool
-    """The stock module saves only its input; a kernel of ours helps the linear behind it."""
+    """The stock module saves only its input, and runs without Triton; memopt's kernel also serves the next linear."""
     saves_its_output: bool = False
-    """The stock module saves its output; this one saves its input, if that can be recomputed."""
+    """The stock module saves its output; the patched module saves its input if the input can be recomputed."""
     in_place: bool = False
-    """The stock module writes into its input; this one only where that cannot be recomputed."""
+    """The stock module writes into its input; the patched module does so only if the input cannot be recomputed."""
     linear: str | None = None
-    """The child whose output it is a function of, if it runs one first."""
+    """Name of a child linear that runs first: the activation is a function of its output. None without one."""
     code: DerivativeCode | None = None
-    """A code saved instead of its input: if nothing saves its output, or always."""
+    """Code saved in place of the input: always with `is_always_coded`, else only if nothing saves the output."""
     is_always_coded: bool = False
     dtypes: Dtypes = field(default_factory=dict, compare=False, repr=False)
 
 
 def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationRules | None = None) -> None:
-    """Make `module` (elementwise, no parameters but those of its linear) keep its input, or its linear's output, only.
+    """Make `module` save only its input (its linear's output, if it has one). It must be elementwise.
 
     Args:
-        rules: a code of the derivative to keep instead, if they name one.
+        rules: name the code that is saved instead, if any. With rules, a module that saves its output saves a mask.
 
     Raises:
         ValueError: the module cannot be swapped, or its derivative has no such code.
@@ -65,7 +65,7 @@ def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationR
         rewrite = dataclasses.replace(rewrite, code=RELU_MASK)
     elif rules is not None and rules.code != "none":
         known = site.kind in ACTIVATIONS
-        # Not the bound method: a pickle would take it for the patched one.
+        # Not the bound method, because unpickling that would give the patched forward.
         stock = functools.partial(type(module).forward, module)
         code = derivative_code(site.kind, rules.code) if known else code_of(stock, rules.code)
         rewrite = dataclasses.replace(rewrite, code=code, is_always_coded=rules.where == "all")
@@ -89,7 +89,7 @@ def _forward(
         z, function = getattr(module, rewrite.linear)(z), functools.partial(stock, alone)
     if rewrite.in_place:
         return _in_place(stock, rewrite, module, z)
-    # A recomputed output costs less than a mask of it.
+    # If the input can be recomputed, so can the output, which costs less than a mask.
     is_recomputed = rewrite.saves_its_output and recomputes(z)
     if rewrite.code is not None and z.requires_grad and not is_recomputed:
         coded = _coded(z, function, rewrite.code, rewrite.is_always_coded)
@@ -110,8 +110,8 @@ def _forward(
 
 
 def _in_place(stock: Callable[..., Tensor], rewrite: ActivationRewrite, module: nn.Module, z: Tensor) -> Tensor:
-    """The output as the very tensor object that `z` is, for whoever holds it: written in place, it could not be
-    recomputed. Where another tensor has its storage, that has to change as well."""
+    """The output, swapped into the object `z` so that all references see it: a stock write in place would keep it from
+    being recomputed. The stock forward runs if another tensor shares the memory of `z` and must change too."""
     if type(z) is not Tensor or not z.requires_grad or not _is_alone(z) or not recomputes(z):
         return stock(module, z)
     if rewrite.kind == "relu":
@@ -126,13 +126,13 @@ def _in_place(stock: Callable[..., Tensor], rewrite: ActivationRewrite, module: 
 
 
 def _is_alone(z: Tensor) -> bool:
-    """Whether no other tensor has the memory of `z`, and Python alone refers to `z`, so that it can be swapped."""
+    """Whether no other tensor shares the memory of `z`, and only Python refers to `z`, so that it can be swapped."""
     owners = storage_use_count(storage_id(z.untyped_storage()))  # z, and the storage's own Python object
     return owners <= 2 and tensor_uses(z) == 1 and not weakref.getweakrefs(z)
 
 
 def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor | None:
-    """None if nothing can tell whether the output is kept: outside of scopes."""
+    """The output of an activation that may save a code; None where no scope shows whether the output is saved."""
     if code == RELU_MASK:
         return save_as_code(
             lambda slot: MaskableReluFunction.apply(z, slot),  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""Activations: their output is recomputed from their input, or they save a code of the derivative instead of the
-input."""
+"""Activations: backward recomputes their output from their input, or they save a code of the derivative in place of
+the input."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ActivationPatch(Patch, Checks):
         modules = {linear.parameter: linear.module for linear in plan.sites.linears}
         chosen, coded = plan.chosen("activation"), plan.chosen("activation", "code")
         readers = [modules[site.next_linear] for site in chosen if site.next_linear in modules]
-        # The scope around an activation that keeps a code, and around its readers.
+        # A scope that contains both a coded activation and the linear that reads its output.
         readers += [_around(site.name, modules.get(site.next_linear or "")) for site in coded]
         rewritten = {entry.site for entry in plan.rewrites}
         left = [
@@ -145,7 +145,7 @@ def _of_kept_output(site: ActivationSite, rules: ActivationRules, sites: Sites) 
 
 
 def _code(site: ActivationSite, rules: ActivationRules, gated: bool) -> str | None:
-    """What an activation saves that may save a code of its derivative; None if the exact way is taken."""
+    """The reason in the row of an activation that saves a code of its derivative; None if it saves no code."""
     # Imported here because most recipes have no codes.
     from memopt.kernels.derivative_codes.codes import derivative_code
 

@@ -17,11 +17,11 @@ class ActivationRules(Rules):
     key = "activations"
 
     method: Literal["recompute", "none"] = "recompute"
-    """Whether backward recomputes their output instead of saving it."""
+    """Whether backward recomputes the outputs of activations instead of reading saved ones."""
     code: CodeScheme = "none"
-    """Save a code of the derivative instead of the input: approximate, with the bits in its name."""
+    """Save a code of the derivative, with so many bits an element, instead of the input. This is approximate."""
     where: Literal["needed", "all"] = "needed"
-    """``needed``: only if nothing saves the output; otherwise recomputing costs as little and is exact."""
+    """``needed``: save a code only if nothing saves the output; otherwise recomputing saves as much and is exact."""
     relu: Literal["none", "mask"] = "none"
     """``mask``: a ReLU saves one bit an element if nothing else saves its output. This is exact."""
 

@@ -21,15 +21,15 @@ from memopt.saved.slots import Compressible, Packing, Slot, tensor_of
 def save_as_code(
     apply: Callable[[Codable | None], Tensor], encode: Callable[[Tensor], Tensor], *, of_output: bool = False
 ) -> Tensor | None:
-    """Output of an activation whose input may be kept as a code when the innermost scope's module is done.
+    """Output of an activation whose input may be replaced by a code when the innermost scope's module returns.
 
     Args:
-        apply: runs an autograd function that saves its input alone (`of_output`: its output), and keeps the slot it
-            is given.
-        encode: the code, one tensor, of that.
+        apply: runs an autograd function that saves only its input (with `of_output`, its output), and gives it the
+            slot.
+        encode: computes the code, one tensor, of the saved tensor.
 
     Returns:
-        None if no scope is active; then nothing was run.
+        The output; None if no scope is active, and then nothing was run.
     """
     if not in_a_scope():
         return None
@@ -57,13 +57,13 @@ class Codable(Slot):
 
     def pack(self, tensor: Tensor) -> Codable:
         self.packed, holder = self._packing.shortest(tensor)
-        # A leaf is somebody's, and is held itself: an alias would count its references. An output is saved detached.
+        # A leaf belongs to other code, and is held itself if it is trained. A saved output is detached, so a leaf too.
         if holder is not None and (self._of_output or not tensor.is_leaf):
             self.held = Compressible(self.packed, holder, tensor)
         return self
 
     def read_through(self, recomputed: Recomputed) -> None:
-        """`recomputed` counts the readers of what is recomputed from the tensor."""
+        """Set `recomputed`, which counts the readers of the output that is recomputed from the tensor."""
         self._recomputed = recomputed
 
     def gives_way(self) -> bool:

@@ -1,4 +1,4 @@
-"""Set a model's attention implementation, and restore that of every part."""
+"""Set a model's attention implementation; undoing it restores the setting of every part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt.patches.swap import Rewrite, swap_forward, wraps_any_forward
 
 @dataclass(frozen=True)
 class AttentionRewrite(Rewrite):
-    """The old setting of each config of the model, the outermost first: setting one also sets those inside."""
+    """The old settings of all configs, the outermost first, because setting a config also sets the configs inside."""
 
     before: tuple[tuple[PreTrainedConfig, str | None], ...]
 
@@ -24,13 +24,13 @@ class AttentionRewrite(Rewrite):
 
 
 def first_pretrained(modules: Mapping[str, nn.Module]) -> str:
-    """Name of the outermost model of transformers; adapters may be around it."""
+    """Name of the outermost module that is a transformers model (adapters may be around it); "" without one."""
     return next((name for name, module in modules.items() if isinstance(module, PreTrainedModel)), "")
 
 
 def set_implementation(model: nn.Module, implementation: str) -> None:
     """Let `model` run this implementation of attention. Raises: ValueError: the model does not support it, or this
-    machine cannot run it; nothing has changed then.
+    machine cannot run it; the model is unchanged then.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError("it is not a transformers model, so its attention has no switch")

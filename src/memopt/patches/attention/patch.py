@@ -11,7 +11,7 @@ from memopt.patches.capabilities import EngineSettings
 from memopt.walk.sites import Sites
 
 SET = "set implementation"
-#: Implementation -> packages; it needs one of them.
+#: Implementation -> packages, of which it needs one.
 _PACKAGES = {
     "flash_attention_2": ("flash_attn", "kernels"),
     "flash_attention_3": ("flash_attn_interface", "kernels"),
@@ -19,14 +19,14 @@ _PACKAGES = {
 
 
 class AttentionRules(Rules):
-    """Which implementation runs."""
+    """The attention implementation that runs."""
 
     key = "attention"
 
     implementation: Literal["keep", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"] = (
         "keep"
     )
-    """``keep``: the model's own."""
+    """``keep``: the model's own implementation."""
 
     @property
     def is_off(self) -> bool:
@@ -34,7 +34,7 @@ class AttentionRules(Rules):
 
 
 class AttentionPatch(Patch, EngineSettings):
-    """One site: the whole model. Its parts may have implementations of their own."""
+    """The attention implementation. Its one site is the whole model, whose parts may have their own implementations."""
 
     name = "attention"
     rows = Rows(

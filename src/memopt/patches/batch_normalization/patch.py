@@ -1,4 +1,4 @@
-"""Batch norms: their output is recomputed from their input and the statistics, which they save anyway."""
+"""Batch norms: their output is recomputed from their input and statistics, which they save anyway."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from memopt.patches.base import EXCLUDED, LEFT, InScopes, Patch, PlanView, Rows
 from memopt.recompute.rules import NORMALISED
 from memopt.walk.sites import Sites, parent
 
-#: The key of the rules of all norms.
+#: The recipe key of the rules for all norms.
 _NORMS = "norms"
 
 
 class BatchNormalizationPatch(Patch):
-    """The modules stay stock. In a scope, readers of their output save a handle (`memopt.recompute.operations`)."""
+    """Batch norms stay stock. In a scope, readers of their output save a handle (`memopt.recompute.operations`)."""
 
     name = "batch_normalization"
     requires = ("norm",)
@@ -32,7 +32,7 @@ class BatchNormalizationPatch(Patch):
         return "recompute", "its output is recomputed from its input and the statistics of the forward"
 
     def scope(self, plan: PlanView) -> InScopes:
-        # Convolution, norm and activation are often one module, and the readers of its output are beside it.
+        # Convolution, norm and activation often share a parent; readers of its output are the parent's siblings.
         around = [parent(parent(name)) or parent(name) for name in plan.chosen(self.name)]
         families = frozenset[str]() if plan.recipe.is_off(_NORMS) else frozenset({NORMALISED})
         return InScopes(families=families, outside=around)

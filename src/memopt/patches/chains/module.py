@@ -1,6 +1,6 @@
-"""Chains of elementwise operations in a module's own code save what they begin with, and run again in backward.
+"""Chains of elementwise operations in a module's own code save their first inputs, and run again in backward.
 
-While such a module runs, a function mode follows what its functions do (`memopt.recompute.chains`).
+While such a module runs, a function mode follows the functions that it calls (`memopt.recompute.chains`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _thread = _Thread()
 
 
 def followed_chains(module: nn.Module, given: object) -> AbstractContextManager[object]:
-    """The context of one call of `module`."""
+    """The context of one call of `module`: a mode that follows chains, unless one is active or not allowed."""
     return nullcontext() if _thread.is_following or not may_follow(module) else _Following()
 
 

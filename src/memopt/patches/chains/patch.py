@@ -1,4 +1,4 @@
-"""Chains of elementwise operations in a module's own code: they are recomputed from what they begin with."""
+"""Chains of elementwise operations in a module's own code: they are recomputed from their first inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memopt.walk.sites import Sites
 
 
 class ChainsPatch(Patch, Checks):
-    """Gates of experts, gates of linear attention and the like, written out in a forward."""
+    """Modules with such chains in their forward: gates of experts, gates of linear attention and the like."""
 
     name = "chains"
     after = ("activation",)
@@ -46,7 +46,7 @@ class ChainsPatch(Patch, Checks):
         from memopt.patches.functions import patch_functions
 
         for name in live.plan.chosen("chain"):
-            if name not in live.scopes:  # a scope has them in its modes
+            if name not in live.scopes:  # a module's own scope enters this context
                 live.attempt(self.name, name, patch_functions, followed_chains)
 
 

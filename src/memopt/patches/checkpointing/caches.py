@@ -1,4 +1,4 @@
-"""Caches among the arguments of a block that runs again in backward: it would write its states into them twice."""
+"""Caches among the arguments of a checkpointed block: the block would write its states into them twice."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from transformers.cache_utils import Cache
 
 from memopt.patches.swap import original_class
 
-#: What transformers switches off in a checkpointed layer. There it sees keyword arguments only.
+#: Arguments that transformers switches off in a checkpointed layer, if they are passed by keyword.
 _NAMES = ("past_key_values", "layer_past", "use_cache")
-#: Set on layers of transformers that read a cache and never write it; a release without the name ignores it.
+#: Attribute of transformers layers that read a cache and never write it; releases without the name ignore it.
 READS_CACHE = "_can_checkpoint_with_cache"
 
 
 def without_caches(
     block: nn.Module, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """`function`, a forward of `block`, and its arguments without caches; None if it reads states of a cache."""
+    """`function`, a forward of `block`, and its arguments without caches; None if a cache holds states to read."""
     keywords: dict[str, Any] = getattr(function, "keywords", {})
-    names = (*_names(original_class(block).forward), *[""] * len(args))  # `*args` has no names
+    names = (*_names(original_class(block).forward), *[""] * len(args))  # arguments in `*args` have no names
     given = [*keywords.items(), *zip(names, args, strict=False)]
     if reads_cache(block) or not any(value is not None and _is_cache(name, value) for name, value in given):
         return function, args
@@ -45,9 +45,9 @@ def _is_cache(name: str, value: Any) -> bool:
 
 
 def _holds_states(cache: Any, places: set[int]) -> bool:
-    """Whether `cache` holds a tensor for the layers of a model that have these `places`; for any where none has one."""
+    """Whether `cache` holds a tensor for the layers with the indices `places`; for any layer if `places` is empty."""
     if isinstance(cache, Tensor):
-        return cache.numel() > 1  # a sliding window has its length as a tensor
+        return cache.numel() > 1  # the cache of a sliding window has its length as a tensor of one element
     if isinstance(cache, (list, tuple)):
         return any(_holds_states(each, places) for each in cache)
     parts = [part for part in getattr(cache, "__dict__", {}).values() if isinstance(part, (Tensor, list, Cache))]
@@ -58,5 +58,5 @@ def _holds_states(cache: Any, places: set[int]) -> bool:
 
 @functools.cache
 def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Of the arguments of a block's forward, the block left out."""
+    """Names of the arguments of a block's forward, without the block itself."""
     return tuple(inspect.signature(forward).parameters)[1:]

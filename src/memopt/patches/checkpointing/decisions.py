@@ -1,8 +1,8 @@
 """The decisions of a block that runs again: integers and booleans that its forward computes from floating-point
 numbers.
 
-A router chooses the experts of a token so (top-k, argmax, sort, a comparison). A score on the edge of a tie may come
-out otherwise in the second run, which would then run other experts than the forward did.
+A router chooses a token's experts by such decisions (top-k, argmax, sort, a comparison). If two scores almost tie,
+rounding may decide otherwise in the second run, which would then run other experts than the forward did.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _READS = frozenset({Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__})
-#: A decision has at most this part of the numbers of the block's input: a mask of all hidden states is none.
+#: A decision has at most 1 / _PART of the elements of the block's input: a mask of all hidden states is none.
 _PART = 16
 
 
@@ -47,7 +47,7 @@ class Decisions(TorchFunctionMode):
             return result
         for each, kept in zip(_parts(result), _parts(made), strict=False):
             if isinstance(each, Tensor) and each.shape == kept.shape:
-                each.data.copy_(kept)  # behind autograd's back, which has saved the tensor by now
+                each.data.copy_(kept)  # through `.data`: autograd may have saved the tensor, and must see no change
         return made if function in _READS else result
 
     def _decides(self, result: Any) -> bool:

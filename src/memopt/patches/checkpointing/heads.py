@@ -1,11 +1,11 @@
-"""Attention of a checkpointed block whose backward goes by groups of heads.
+"""Attention of a checkpointed block whose backward runs by groups of heads.
 
-The backward of fused attention takes fp32 sums of the queries' gradients and, where several heads of queries share one
-of keys, the gradients of keys and values for each of them: four hidden states of one block in 16 bits. Heads do not
-depend on one another, so a group at a time takes the share of a group, and the gradients are the same.
+The backward of fused attention allocates fp32 sums of the queries' gradients and, if several query heads share a key
+head, gradients of keys and values for each query head. Together these take as much as four 16-bit hidden states. Heads
+are independent, so backward by groups needs only the memory of one group, and gives the same gradients.
 
-What the fused operator would be is seen when it is called. Attention with a mask, with dropout or in another operator
-is left as it is.
+The call itself shows which fused operator PyTorch runs. Attention with a mask, with dropout or in another operator is
+left as it is.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from memopt.kernels.base.autograd import refuse_double_backward
 from memopt.torch_compat import FakeTensor, TorchDispatchMode
 
 _PLAIN = (Tensor, FakeTensor)
-#: Numbers of a row of one head that live during its backward in the dtype of the queries: the group's own gradient
-#: before it is in its place, copies of the output and its gradient, and the gradients of keys and values.
+#: Tensors of a head's size, in the dtype of the queries, that live during its backward: the gradient of the queries
+#: before it is copied into place, copies of the output and of its gradient, and the gradients of keys and values.
 _COPIES = 5
-#: Gives the three gradients, from that of the output, the tensors that were saved and the settings of the call.
+#: (gradient of the output, saved tensors, settings of the call) -> gradients of queries, keys and values.
 _Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
@@ -33,7 +33,7 @@ class _Operator(NamedTuple):
     """A fused operator without a mask and without dropout."""
 
     saved: Callable[[Any], tuple[Tensor, ...]]
-    """The statistics of the rows, and what else its backward needs, of its results."""
+    """The results that its backward needs beside the output: statistics of the rows, seed and offset."""
     backward: _Backward
 
 
@@ -64,10 +64,10 @@ _OPERATORS: dict[Any, _Operator] = {
 
 
 class ByHeads(TorchFunctionMode):
-    """While active, the backward of fused attention goes by groups of heads.
+    """While this mode is active, the backward of fused attention runs by groups of heads.
 
     Args:
-        room: bytes that a group may take; one head of keys is the smallest.
+        room: bytes that a group may take; the smallest group is one key head.
     """
 
     def __init__(self, room: int) -> None:
@@ -75,7 +75,7 @@ class ByHeads(TorchFunctionMode):
         self._room = room
         self._calls = 0
         self._otherwise: dict[int, bool] = {}
-        """Number of a call -> whether it is left as it is, for the second run of the block."""
+        """Number of a call -> whether it is left as it is: the second run of the block must do the same."""
 
     def __enter__(self) -> ByHeads:
         self._calls = 0
@@ -110,14 +110,14 @@ class ByHeads(TorchFunctionMode):
         if not group or self._otherwise.setdefault(number, _form(*three) in _OTHERWISE):
             return call(*three)
         output: Tensor | None = _ByGroups.apply(call, group, is_causal, others.get("scale"), *three)  # type: ignore[no-untyped-call]
-        if output is None:  # by another operator
+        if output is None:  # another operator ran
             _OTHERWISE.add(_form(*three))
             self._otherwise[number] = True
             return call(*three)
         return output
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> int:
-        """Heads of keys in a group; 0 where attention is left as it is."""
+        """Number of key heads in a group; 0 if attention is left as it is."""
         three = query, key, value
         if any(type(each) not in _PLAIN or each.dim() != 4 for each in three) or query.shape[-1] != value.shape[-1]:
             return 0
@@ -129,7 +129,7 @@ class ByHeads(TorchFunctionMode):
         return group if group < key.size(1) else 0
 
 
-#: Forms of calls for which PyTorch took another operator, which are not tried again.
+#: Forms of calls for which PyTorch ran another operator; they are not tried again.
 _OTHERWISE: set[Any] = set()
 
 
@@ -138,7 +138,7 @@ def _form(*three: Tensor) -> Any:
 
 
 class _Seen(TorchDispatchMode):
-    """Notes which fused operator runs."""
+    """Notes the fused operator that runs, its arguments and its results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ class _Seen(TorchDispatchMode):
 
 
 class _ByGroups(torch.autograd.Function):
-    """``call(query, key, value)``; None where that is no operator of `_OPERATORS` on these very tensors."""
+    """``call(query, key, value)``; None if it runs no operator of `_OPERATORS`, or runs it on other shapes."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
-"""The outputs of attention in a block that runs again in backward: its second run takes them from the first.
+"""Outputs of attention in a block that runs again in backward: the second run takes them from the first.
 
-At long context attention is most of a block's forward. Its output and the statistics of its rows are kept, from which
-its backward starts anyway: about one hidden state a block. Fused attention is one operator, which does not run
-again. Attention in plain operations (softmax, then a product) runs again up to its probabilities, of which backward
-needs every one; the product with the values does not.
+At long context, attention is most of the work of a block's forward. Its output and the statistics of its rows are kept,
+about one hidden state a block; its backward needs them anyway. Fused attention is one operator, which does not run
+again. Attention in plain operations (softmax, then a product) runs again up to its probabilities, since backward needs
+all of them; the product with the values does not run again.
 
-The operators are seen below autograd, so nodes, saved tensors and gradients are those of a second run in full.
+The operators are intercepted below autograd, so nodes, saved tensors and gradients equal those of a full second run.
 Peers: `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which compiled blocks use here.
 """
 
@@ -26,14 +26,14 @@ from memopt.torch_compat import TorchDispatchMode, is_operator, operator_schema,
 
 _ATTENTION, _BACKWARD = re.compile("attn|attention|flash"), re.compile("backward|bwd")
 _SOFTMAXES, _PRODUCTS = ("aten::_softmax", "aten::_safe_softmax"), frozenset({"aten::bmm", "aten::baddbmm"})
-#: Between a softmax and the product with the values: casts, copies, views, a dropout.
+#: Operations between a softmax and the product with the values: casts, copies, views, a dropout.
 _PASS_ON = re.compile(
     "aten::(_to_copy|clone|native_dropout|mul|div|view|_unsafe_view|expand|slice|detach|transpose|permute|unsqueeze)"
 )
 
 
 class Waiting(Protocol):
-    """A tensor that waits for backward."""
+    """A tensor that is kept for backward."""
 
     def take(self) -> Tensor | None:
         """The tensor; None if it was changed in place."""
@@ -42,10 +42,10 @@ class Waiting(Protocol):
 class KeptAttention(TorchDispatchMode):
     """Context manager: stores the outputs of attention in the first forward inside, and returns them in the next one.
 
-    A third forward, of a graph that is retained, computes them again.
+    A third forward, for a second backward through a retained graph, computes them again.
 
     Args:
-        store: makes a tensor wait; by default where it is.
+        store: keeps a tensor for backward; by default the tensor stays where it is.
     """
 
     supports_higher_order_operators = True
@@ -55,7 +55,7 @@ class KeptAttention(TorchDispatchMode):
         self._store = store or _Here
         self._calls: Counter[str] = Counter()
         self._kept: dict[tuple[str, int], _Output] = {}
-        """Operator, number of its call -> what it returned."""
+        """(operator, number of its call) -> its result."""
         self._probabilities: dict[int, weakref.ref[Tensor]] = {}
         self._repeats = False
 
@@ -99,13 +99,13 @@ class KeptAttention(TorchDispatchMode):
 
 
 class _Output:
-    """The result of one operator: tensors, and values that are none."""
+    """The result of one operator: tensors and other values."""
 
     def __init__(self, result: Any, store: Callable[[Tensor], Waiting]) -> None:
         self._is_tensor = isinstance(result, Tensor)
         parts = [result] if self._is_tensor else [*result]
         tensors = {place: each for place, each in enumerate(parts) if isinstance(each, Tensor)}
-        # Seeds and offsets of random numbers are no bytes to speak of.
+        # Seeds and offsets of random numbers take few bytes, so they stay where they are.
         self._tensors = {at: (store if each.is_floating_point() else _Here)(each) for at, each in tensors.items()}
         self._others = {place: each for place, each in enumerate(parts) if not isinstance(each, Tensor)}
 
@@ -120,7 +120,7 @@ class _Output:
 
 
 class _Here:
-    """A tensor that waits where it is."""
+    """A tensor that is kept where it is."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = view_below_autograd(tensor)
@@ -131,7 +131,7 @@ class _Here:
 
 
 def compiled_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of the two runs of a block that is compiled: compilers know PyTorch's policies only."""
+    """The contexts of the two runs of a compiled block: compilers support only PyTorch's own policies."""
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
     contexts = create_selective_checkpoint_contexts(_policy)
     return contexts
@@ -143,7 +143,7 @@ def _policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 @functools.cache
 def _name_of(function: Any) -> str:
-    """With its namespace."""
+    """The name of an operator, with its namespace."""
     return str(operator_schema(function).name if is_operator(function) else getattr(function, "_name", ""))
 
 

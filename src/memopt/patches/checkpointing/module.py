@@ -1,8 +1,8 @@
 """Blocks that run again in backward, each by its own switch.
 
-transformers' layers read two attributes of the instance, whether to checkpoint and by which function. On a patched
-block they are properties that follow the plan: what sets them on all layers (``gradient_checkpointing_enable``, the
-Trainer) is noted, and holds when the block is unpatched. Where a block has no such switch, its forward checkpoints.
+Layers of transformers read two attributes of the instance: whether to checkpoint, and the checkpoint function. On a
+patched block these are properties that follow the plan. Values that other code sets (``gradient_checkpointing_enable``,
+the Trainer) are stored, and hold once the block is unpatched. A block without this switch checkpoints in its forward.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class AttentionLevel:
     """How attention runs in a checkpointed block."""
 
     is_kept: bool = False
-    """Whether its outputs wait beside the input, so that it runs once only."""
+    """Whether its outputs are kept together with the block's input, so that attention runs only once."""
     room: int = 0
-    """Bytes that its backward may take, by groups of heads; 0: what all heads take."""
+    """Bytes that its backward by groups of heads may take; 0: all heads at once."""
 
 
 @dataclass(frozen=True)
 class BlockRewrite:
-    """The level of a block."""
+    """State of a patched block: its level, and what its forward reads."""
 
     scope: ScopeRewrite | None
     """The scope of the block, inside the checkpointed region."""
     is_checkpointed: bool
     inputs: OffloadedInputs | None
-    """The place where inputs of checkpointed blocks wait; None: on their device."""
+    """The inputs of checkpointed blocks in CPU memory; None: the block's input stays on its device."""
     attention: AttentionLevel = AttentionLevel()
     state: BlockState = field(default_factory=BlockState, compare=False, repr=False)
 
@@ -64,7 +64,7 @@ class BlockRewrite:
             contexts: dict[str, Any] = {"context_fn": compiled_contexts} if self.attention.is_kept else {}
             return checkpoint(function, *args, use_reentrant=False, **contexts)
         without = without_caches(block, function, args)
-        if without is None or is_checkpointed_region():  # by somebody around the block
+        if without is None or is_checkpointed_region():  # other code checkpoints around the block
             return function(*args)
         function, args = without
         place = None if self.inputs is None else self.inputs.of_a_block()
@@ -82,10 +82,10 @@ def patch_block(
     inputs: OffloadedInputs | None,
     attention: AttentionLevel = AttentionLevel(),
 ) -> None:
-    """Let `block` be checkpointed or not, whatever the model's own switch; its input waits in `inputs`.
+    """Let `block` be checkpointed or not, whatever the model's own switch is; `inputs` keeps its input.
 
     Raises:
-        ValueError: the block cannot be swapped, or running it twice is not running it once.
+        ValueError: the block cannot be swapped, or a second run would change the statistics of a batch norm.
     """
     if is_checkpointed and any(isinstance(m, _BATCH_NORMS) and m.track_running_stats for m in block.modules()):
         raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
@@ -99,7 +99,7 @@ def has_switch(block: nn.Module) -> bool:
 
 
 def overruled(model: nn.Module) -> int:
-    """Number of patched blocks of `model` that differ from the model's own switch."""
+    """Number of patched blocks of `model` that are not checkpointed although the model's own switch is on."""
     return sum(bool(vars(m).get(_FLAG)) and not rewrite.is_checkpointed for m, rewrite in _patched(model))
 
 
@@ -133,7 +133,7 @@ def _function(module: nn.Module) -> Any:
 
 
 def _reads_cache(module: nn.Module) -> bool:
-    # True lets the cache through to `without_caches`, which sees what the cache holds.
+    # True makes transformers pass the cache on, to `without_caches`, which looks at its contents.
     return _flag(module) or reads_cache(module)
 
 

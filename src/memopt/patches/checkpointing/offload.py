@@ -1,9 +1,9 @@
-"""The inputs of checkpointed blocks, and what else they keep, in CPU memory until their block runs again.
+"""Inputs of checkpointed blocks, and kept outputs of their attention, in CPU memory until the block runs again.
 
-A block's input is what non-reentrant checkpointing saves of it, by a saved tensor, so a pair of hooks around the block
-moves it. Copies run on a stream of their own; in backward, while one block runs, the tensors of the block before it are
-on their way already, so two blocks' at most are on the device. Peers: `torch.autograd.graph.save_on_cpu`, which copies
-on the stream that computes.
+Non-reentrant checkpointing saves a block's input as a saved tensor, so a pair of hooks around the block moves it.
+Copies run on a stream of their own. In backward, while one block runs, the tensors of the block before it are already
+being copied back, so those of two blocks at most are on the device. Peers: `torch.autograd.graph.save_on_cpu`, which
+copies on the compute stream.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from memopt.recompute.versions import check_version
 from memopt.saved.kept import Kept
 from memopt.torch_compat import FakeTensor
 
-#: The memory of the host, as traces see it, whose fake tensors live on the CPU in place of a device.
+#: Stands for host memory in traces, in which fake tensors on the CPU stand for tensors on a device.
 _HOST = torch.device("meta")
 #: Subclasses (sharded, nested, quantised tensors) stay where they are.
 _PLAIN_TYPES = (Tensor, FakeTensor)
 
 
 class OffloadedInputs:
-    """The inputs of one model's blocks. A copy of the model has none yet."""
+    """The offloaded tensors of one model's blocks. A copy of the model starts with none."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[OfBlock] | None = None
@@ -36,13 +36,13 @@ class OffloadedInputs:
         return OffloadedInputs, ()
 
     def of_a_block(self) -> OfBlock:
-        """The place for one call of a block."""
+        """The place for the tensors of one call of a block."""
         place = OfBlock(self, self._last)
         self._last = weakref.ref(place)
         return place
 
     def stream(self, device: torch.device) -> torch.Stream | None:
-        """The stream of copies; None for the CPU, where a copy is made at once."""
+        """The stream of copies; None for CPU and meta tensors, which are copied at once."""
         if device.type in ("cpu", "meta"):
             return None
         if device not in self._streams:
@@ -51,8 +51,8 @@ class OffloadedInputs:
 
 
 class OfBlock:
-    """The tensors that one call of a block keeps in CPU memory. When backward takes the first, the others are brought
-    back, and those of the block before: while a block runs again, the tensors of the next one come in."""
+    """The tensors that one call of a block keeps in CPU memory. When backward takes the first one, copies of the others
+    to the device begin, and of the tensors of the block before, which runs again next."""
 
     __slots__ = ("__weakref__", "_before", "_inputs", "_waiting")
 
@@ -76,19 +76,19 @@ class OfBlock:
         return saved_tensors_hooks(pack, _unpack)
 
     def wait(self, tensor: Tensor) -> _Waiting:
-        """Let `tensor` wait in CPU memory."""
+        """Copy `tensor` to CPU memory, until backward takes it."""
         waiting = _Waiting(tensor, self._inputs.stream(tensor.device), self)
         self._waiting.append(weakref.ref(waiting))
         return waiting
 
     def fetch(self) -> None:
-        """Begin to bring back everything."""
+        """Begin to copy every tensor back that backward has yet to take."""
         for each in self._waiting:
             if (waiting := each()) is not None:
                 waiting.fetch()
 
     def fetch_around(self) -> None:
-        """The same for the block, and for the one before it."""
+        """:meth:`fetch` for this block and for the block before it."""
         self.fetch()
         if self._before is not None and (before := self._before()) is not None:
             before.fetch()
@@ -114,10 +114,10 @@ class _Waiting:
             stream.wait_stream(torch.accelerator.current_stream(self._device))
             with stream:
                 self._stored.copy_(tensor, non_blocking=True)
-            tensor.record_stream(stream)  # its memory is used again after the copy only
+            tensor.record_stream(stream)  # the allocator reuses its memory only after the copy
 
     def fetch(self) -> None:
-        """Begin to bring the tensor back, if backward has yet to take it."""
+        """Begin to copy the tensor back, if backward has yet to take it."""
         if not self._was_taken:
             self._fetch()
 
@@ -131,7 +131,7 @@ class _Waiting:
     def take(self) -> Tensor:
         """The tensor on its device, for work on the current stream."""
         if self._stream is None and not isinstance(self._stored, FakeTensor):
-            check_version(self._stored, 0)  # a block that changes its input runs again once only
+            check_version(self._stored, 0)  # a block that changes its input in place cannot run again a second time
             return self._stored
         self._fetch()
         tensor, self._fetched, self._was_taken = self._fetched, None, True

@@ -26,33 +26,33 @@ from memopt.walk.sites import Sites
 if TYPE_CHECKING:
     from torch import nn
 
-#: MiB for attention's backward by groups of heads, where nothing else is said.
+#: MiB for attention's backward by groups of heads, in the setting that :meth:`CheckpointingPatch.narrower` offers.
 _ROOM = 256
 KEPT, RUN_AGAIN, OFFLOADED = "recompute block, keep attention", "recompute block", "recompute block, offload input"
 BOTH = "recompute block, keep attention, offload both"
 
 
 class CheckpointingRules(Rules):
-    """Which blocks are checkpointed."""
+    """The blocks that are checkpointed, and how."""
 
     key = "checkpointing"
 
     method: Literal["none", "full", "every-n", "count"] = "none"
-    """``full``: every block; ``every-n``: the first of each `n`; ``count``: the first `count`. Their backward comes
-    last, when the blocks behind them are freed, so they run again below the peak."""
+    """``full``: every block; ``every-n``: the first of each `n`; ``count``: the first `count`. The first blocks run
+    again last in backward, when saved tensors of later blocks are freed, and so below the peak."""
     n: int = Field(default=2, ge=1)
     count: int | None = Field(default=None, ge=0)
     blocks: Literal["auto"] | tuple[str, ...] = "auto"
     """Names (shell wildcards) of the blocks that are counted; ``auto``: all."""
     offload: Annotated[Literal["none", "input"] | tuple[str, ...], one_or_more(OFF, "input")] = "none"
-    """``input``: the input of a checkpointed block waits in CPU memory, pinned if that helps; or names (shell
-    wildcards) of the checkpointed blocks whose input does."""
+    """``input``: inputs of checkpointed blocks are kept in CPU memory, pinned for an accelerator; or names (shell
+    wildcards) of the checkpointed blocks whose input is kept there."""
     keep: Annotated[Literal["none", "attention"] | tuple[str, ...], one_or_more(OFF, "attention")] = "none"
-    """``attention``: a checkpointed block keeps the output of its attention where its input waits, and does not
-    compute attention again; or names (shell wildcards) of the checkpointed blocks that do."""
+    """``attention``: checkpointed blocks keep the output of their attention, in the same memory as their input, and do
+    not compute it again; or names (shell wildcards) of the checkpointed blocks that do so."""
     attention_room: float = Field(default=0.0, ge=0.0)
-    """MiB that the backward of fused attention takes beside its gradients, about, by groups of heads; 0: what all heads
-    take at once."""
+    """MiB that the backward of fused attention, by groups of heads, takes beside its gradients, about; 0: all heads
+    run at once."""
 
     @model_validator(mode="after")
     def _has_a_count(self) -> CheckpointingRules:
@@ -65,7 +65,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
     """Checkpointed blocks; other patches work inside the checkpointed region."""
 
     name = "checkpointing"
-    after = ("loss", "linear", "compression")  # a block that another patch has rewritten stays so
+    after = ("loss", "linear", "compression")  # a block that another patch has rewritten is not checkpointed
     rows = Rows(
         "checkpointing",
         {
@@ -76,7 +76,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         },
         noun="block",
         plural="blocks",
-        are_selected=False,  # `blocks` says which
+        are_selected=False,  # the rules' `blocks` selects them
     )
     rules = CheckpointingRules
     runs_again = True
@@ -190,7 +190,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
 
 
 def _is_among(block: str, names: str | tuple[str, ...]) -> bool:
-    """Whether a field of the rules says so of `block`: by a word for all, or by patterns."""
+    """Whether a field of the rules includes `block`, by a word for all blocks or by patterns."""
     return any_matches(block, names) if isinstance(names, tuple) else names != OFF
 
 

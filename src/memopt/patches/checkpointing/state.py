@@ -1,7 +1,7 @@
 """The state that a block's forward reads, in the block and in its arguments, restored for its second run.
 
-Weights, buffers and attributes that were exchanged since (`torch.func.functional_call` lends weights) are put back for
-the second run, and so are copies of what the forward itself changes in place. Other changes in place are an error.
+Weights, buffers and attributes that were replaced since (as `torch.func.functional_call` does) are put back for the
+second run. So are tensors that the forward itself changes in place, as copies. Other changes in place are an error.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from memopt.patches.rerun import CONTAINERS, MODES, NUMBERS, Held, Slot, copied,
 from memopt.patches.swap import is_watched
 from memopt.recompute.versions import check_version, versions_of
 
-#: Calls in which all of a block's state is looked at: the first may make some of it.
+#: Number of first calls in which all state of a block is observed; the first call may create some of it.
 _LOOKS = 2
-#: Numbers in the largest buffer that is copied where the forward changes it in place.
+#: Elements of the largest buffer that is copied in case the forward changes it in place.
 _LARGEST_COPY = 1 << 20
 _PLAIN = (type(None), bool, tuple, *NUMBERS)
-#: Objects that hold objects: so many levels of them are looked at.
+#: Levels of objects inside objects that are searched for state.
 _DEPTH = 3
 _WHY = (
     ", because the block is checkpointed and runs again in backward. Change weights after backward; if the block's own "
@@ -43,7 +43,7 @@ class BlockState:
     def __init__(self) -> None:
         self._children: list[dict[str, Any]] = []
         self._tables: list[dict[str, Any]] = []
-        """Parameters and buffers of each module, which keeps its tables for life."""
+        """The tables of parameters and buffers of each module, which a module never replaces."""
         self._parts, self._size = [None], 0
         self.moving: set[tuple[int, str]] = set()
         self.slots: list[Slot] = []
@@ -67,7 +67,7 @@ class BlockState:
         inside: dict[int, dict[Any, Any]] = {}
         for module in modules:
             own = vars(module)
-            # Engines keep counters of their own on the modules that they hook.
+            # Engines keep their own counters as attributes of modules with hooks; these are not state.
             looked_at = MODES if is_watched(module) else (*MODES, *own.keys() - _OF_EVERY_MODULE)
             self.slots += [(own, name) for name in looked_at if name in own and _is_state(own[name])]
             _add_tables(inside, [own[name] for name in looked_at if name in own])
@@ -75,7 +75,7 @@ class BlockState:
         self.slots += [(table, name) for table in inside.values() for name, held in table.items() if _is_state(held)]
 
     def has_run(self, moved: Sequence[Slot]) -> None:
-        """The forward has changed the values in these slots."""
+        """Record a run of the forward, and the slots whose values it changed."""
         self.looks += 1
         self.moving.update((id(table), name) for table, name in moved)
         if self.looks == _LOOKS:
@@ -83,7 +83,7 @@ class BlockState:
             self._checked = len(self.slots)
 
     def is_read(self, place: int, table: dict[Any, Any], name: Any) -> bool:
-        """Whether the value in a slot counts: any tensor of a module, and elsewhere what the forward has changed."""
+        """Whether the value in a slot matters: tensors and modes of modules do, others if the forward changed them."""
         held = name in MODES or isinstance(table.get(name), Tensor)
         return (id(table), name) in self.moving or (held and place < self._checked)
 
@@ -105,16 +105,16 @@ class RunsTwice:
         self._attention, self._by_heads = attention, by_heads or nullcontext()
         self._state, self._block, self._function = state, block, function
         named = getattr(function, "keywords", {})
-        # Tensors come from PyTorch's checkpoint, which may have moved them elsewhere.
+        # PyTorch's checkpoint passes the tensors in the second run; it may have moved them to other memory.
         self._given = (
             [None if isinstance(value, Tensor) else copied(value) for value in given],
             {name: copied(value) for name, value in named.items() if isinstance(value, CONTAINERS)},
         )
-        # PyTorch's checkpoint checks the versions of tensors that are given by position.
+        # PyTorch's checkpoint checks versions only of tensors passed by position; these are the others.
         self._arguments = _tensors_in([*named.values(), *(value for value in given if not isinstance(value, Tensor))])
         self._held: Held | None = None
         self._copies: dict[int, Tensor] = {}
-        """Index of a slot -> its tensor, before the forward changed it."""
+        """Index of a slot -> a copy of its tensor from before the forward changed it."""
 
     def __call__(self, *args: Any) -> Any:
         if self._held is None:
@@ -156,7 +156,7 @@ class RunsTwice:
                 self._copies = {i: possible[i] for i in moved if i in possible}
 
     def _possible_copies(self, held: Held, looks: bool) -> dict[int, Tensor]:
-        """Of tensors that the forward may be about to change in place."""
+        """Index of a slot -> a copy of its tensor, where the forward may be about to change the tensor in place."""
         with torch.no_grad():
             return {
                 i: value.detach().clone()
@@ -167,14 +167,14 @@ class RunsTwice:
 
 
 def _is_state(value: Any) -> bool:
-    # A tensor with a graph is a result of the last call: to hold it would keep that graph alive.
+    # A tensor that requires a gradient may be a result of the last call, whose graph it would keep alive.
     if isinstance(value, Tensor):
         return not value.requires_grad
     return type(value) in _PLAIN or isinstance(value, CONTAINERS)
 
 
 def _add_tables(found: dict[int, dict[Any, Any]], values: Iterable[Any], depth: int = _DEPTH) -> None:
-    """Add the dictionaries and the attributes of objects in `values`, by their id, and those inside them."""
+    """Add the dictionaries in `values` and the attribute tables of its objects to `found`, by id; recursively."""
     for value in values:
         if isinstance(value, (list, tuple)):
             _add_tables(found, value, depth - 1)
@@ -187,7 +187,7 @@ def _add_tables(found: dict[int, dict[Any, Any]], values: Iterable[Any], depth: 
 
 
 def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """Those in nested containers too."""
+    """The tensors in `values`, and in containers nested in them."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     for value in values:
         if isinstance(value, (tuple, *CONTAINERS)):

@@ -1,7 +1,7 @@
-"""The proof that quantised tensors differ only by their own rounding, block by block.
+"""Check that quantised tensors differ from the originals only by rounding, block by block.
 
-In one training step every tensor that backward reads is compared with the saved one. An element may be off by a step,
-the mean by nothing. The steps are computed here from the values: (maximum - minimum) / 255 of each group.
+In one training step every decoded tensor that backward reads is compared with its original. An element may be off by
+one step; the mean error must be 0 within its standard errors. Each group's step is (maximum - minimum) / 255.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memopt.patches.checks import Check, limited
 from memopt.patches.compression.compressor import Compressor
 from memopt.patches.running import RunningScopes
 
-#: Limit of the mean of unbiased roundings, in its standard errors.
+#: Largest allowed mean of the rounding errors, which are unbiased, in standard errors of that mean.
 _STANDARD_ERRORS = 6.0
 
 
@@ -48,7 +48,7 @@ def verify_rounding(trial: Trial) -> Iterator[Check]:
 
 
 class _Observed:
-    """Context manager that compares every quantised tensor with its original, by the scope that it was saved in."""
+    """Context manager that compares quantised tensors with their originals, for each scope that saved tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self.largest: dict[str, float] = {}
@@ -66,13 +66,13 @@ class _Observed:
         self._stack.close()
 
     def _saved(self, elements: Tensor, view: tuple[Any, ...]) -> Any:
-        """Called with a storage's elements and how a tensor lies in it; returns what is called with the decoded one."""
+        """An observer of `Compressor`; returns the function that compares the decoded tensor with these elements."""
         values = elements.detach().double()
         groups = pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
         inside = torch.arange(groups.numel()).view_as(groups) < values.numel()
         high, low = groups.where(inside, -torch.inf).amax(1), groups.where(inside, torch.inf).amin(1)
         steps = ((high - low) / LEVELS).repeat_interleave(GROUP)[: values.numel()]
-        # The sum of minimum and steps is rounded in fp32, and then to the dtype.
+        # Decoding rounds minimum + code * step in fp32, and then to the dtype.
         rounding = torch.maximum(high.abs(), low.abs()).repeat_interleave(GROUP)[: values.numel()]
         rounding = 2 * rounding * max(torch.finfo(elements.dtype).eps, torch.finfo(torch.float32).eps)
         return functools.partial(

@@ -1,12 +1,12 @@
 """Quantise saved tensors that are not recomputed, as soon as only autograd refers to them.
 
-The code of a module may read a saved tensor until it returns, so whether it can be quantised is looked at whenever
-something else is saved, and when the scope's module is done. Each such storage is quantised once, however many
-operations saved a view of it, and decoded once for those that unpack it at the same time. Where views leave gaps in
-their storage, whose memory may never have been written, each view is quantised by itself. A tensor that is recomputed
-is a handle already; it is computed from the decoded tensors.
+A module's code may read a saved tensor until the module returns. So references are checked whenever another tensor is
+saved, and when the scope's module returns. Each storage is quantised once, however many operations saved a view of it,
+and decoded once for all operations that unpack it at the same time. If the views leave gaps in their storage, whose
+memory may never have been written, each view is quantised by itself. A tensor that is recomputed is a handle already;
+it is computed from the decoded tensors.
 
-Small tensors are not quantised: statistics of rows (rstd, the logsumexp of attention) cost little, and their errors
+Small tensors are not quantised: statistics of rows (rstd, the logsumexp of attention) take few bytes, and their errors
 would be multiplied.
 """
 
@@ -26,13 +26,13 @@ from memopt.saved.pinned import Holder, Packed, only_held_by
 from memopt.saved.slots import Compressible
 from memopt.torch_compat import FakeTensor, living_storage, storage_id, weak_storage
 
-#: A 16-bit tensor of fewer elements a token is left alone; one in 32 bits where it is narrower than a part of the
-#: hidden state, since statistics are in 32 bits.
+#: A 16-bit tensor with fewer than LEAST_WIDTH elements a token is not quantised. Nor is a wider tensor with fewer than
+#: 1 / LEAST_PART of the elements of the hidden states, because statistics have 32 bits.
 LEAST_WIDTH = 32
 LEAST_PART = 4
 
 
-#: (elements of a storage, view of a tensor in it) -> what is called with that tensor, decoded.
+#: (elements of a storage; size, strides and offset of a tensor in it) -> function to call with the decoded tensor.
 Observer = Callable[[Tensor, tuple[Any, ...]], Callable[[Tensor], None]]
 
 
@@ -41,11 +41,11 @@ class Compressor:
     generator.
 
     Args:
-        hidden: what the scope's module was given; its last dimension is the hidden size.
+        hidden: hidden states that the scope's module was given; the last dimension is the hidden size.
     """
 
     observers: ClassVar[list[Observer]] = []
-    """Called with the elements of each quantised storage and how a tensor lies in it."""
+    """Called for each saved tensor whose storage was quantised."""
 
     def __init__(self, hidden: Tensor) -> None:
         self._tokens = max(1, hidden.numel() // max(1, hidden.shape[-1] if hidden.dim() else 1))
@@ -53,9 +53,9 @@ class Compressor:
         self._kept: list[weakref.ref[Compressible]] = []
 
     def saved(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool) -> Packed:
-        """What to keep for `tensor`: `packed`, or something that `settle` may compress.
+        """The object to keep for `tensor`: `packed`, or a `Compressible` that may be compressed later.
 
-        With `needs_strides` whoever saved it may count on its strides; operations of PyTorch itself do not.
+        With `needs_strides`, the function that saved it may rely on its strides; PyTorch's own operations never do.
         """
         if not self._is_worth_it(tensor):
             return packed
@@ -65,12 +65,12 @@ class Compressor:
         return compressible
 
     def settle(self) -> None:
-        """Compress every storage that only autograd refers to."""
+        """Compress every storage that only autograd refers to; the others stay as they are."""
         self._settle()
         self._kept.clear()
 
     def _settle(self, but: int = 0) -> None:
-        """Compress every storage, except the one at `but`, to which only autograd refers; the others wait."""
+        """Compress every storage that only autograd refers to, except the storage `but`; the others wait."""
         groups: dict[int, list[Compressible]] = {}
         for reference in self._kept:
             compressible = reference()
@@ -96,7 +96,7 @@ class Compressor:
                 self._replace(member, stored, elements, tensor.size(), tensor.stride(), tensor.storage_offset())
             return
         if any(member.needs_strides or 0 in member.holder.tensor.stride() for member in group):
-            return  # the storage stays for one of them, so for all
+            return  # one of them needs the storage as it is, so none is compressed
         views: dict[Any, tuple[_Stored, Tensor]] = {}
         for member in group:
             tensor = member.holder.tensor
@@ -127,13 +127,13 @@ class Compressor:
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
-    """Whether the elements of `tensor` are those of its storage, each once."""
+    """Whether `tensor` has every element of its storage, each once."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return tensor.numel() == reach and reach * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 class _Stored:
-    """A compressed storage. Its values are decoded once for all who use them at the same time, and owned by these."""
+    """A compressed storage. Tensors that are in use at the same time share its decoded values, and alone own them."""
 
     __slots__ = ("_held", "_quantized", "_values")
 

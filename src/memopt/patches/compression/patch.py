@@ -1,4 +1,4 @@
-"""Saved tensors that are not recomputed are quantised when their block returns."""
+"""Saved tensors that are not recomputed are quantised, while their block runs or when it returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CompressionRules(Rules):
     method: Literal["none", "int8"] = "none"
     """``int8``: a byte for each element, a minimum and a step for each 128; rounded at random, without bias."""
     where: Literal["block", "mlp"] = "block"
-    """All saved tensors of the repeated blocks, or those of their MLPs."""
+    """``block``: all such tensors of the repeated blocks; ``mlp``: only such tensors of their MLPs."""
 
     old_key: ClassVar[str] = "kept"
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF, "int4": "int8"}}
@@ -33,11 +33,11 @@ class CompressionRules(Rules):
 
 
 class CompressionPatch(Patch, Checks):
-    """Scopes that quantise. They concern blocks and not sites, so there are no rows."""
+    """Scopes that quantise saved tensors. They belong to blocks, not to sites, so there are no rows."""
 
     name = "compression"
     rules = CompressionRules
-    after = ("dropout", "sampled_linear")  # it stores what they leave
+    after = ("dropout", "sampled_linear")  # it quantises tensors that these patches still save
     requires = ("quantize",)
 
     def scope(self, plan: PlanView) -> InScopes:
@@ -59,7 +59,7 @@ class CompressionPatch(Patch, Checks):
 
 
 def _compressed(plan: PlanView) -> Collection[str]:
-    """Blocks, or the MLPs in them."""
+    """Modules whose saved tensors are quantised: the blocks, or the MLPs in them."""
     sites = plan.sites
     if plan.recipe.rules(CompressionRules).where == "block":
         return sites.blocks

@@ -15,16 +15,16 @@ from memopt.patches.scope import ScopeRewrite, run_scoped
 from memopt.patches.swap import original_class, steps_aside, swap_forward
 from memopt.saved.scope import recomputes
 
-#: Least number of elements of an input whose memory is worth the host's time for a function of ours.
+#: Elements of the smallest input whose memory is worth the host time of memopt's autograd function.
 LARGE = 2**18
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def patch_convolution(module: nn.Module, scope: ScopeRewrite | None = None) -> None:
-    """Let `module`, a convolution by :func:`is_convolution`, run as a function of ours if its input is recomputed.
+    """Let `module`, a convolution by :func:`is_convolution`, run as memopt's function if its input is recomputed.
 
     Args:
-        scope: the scope that it is itself, where it is one.
+        scope: the scope in which `module` runs; None if it has none of its own.
 
     Raises:
         ValueError: the module cannot be swapped.
@@ -33,12 +33,12 @@ def patch_convolution(module: nn.Module, scope: ScopeRewrite | None = None) -> N
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether `module` runs PyTorch's own forward of a convolution, with zeros around its input."""
+    """Whether `module` runs PyTorch's own forward of a convolution, with zero padding of fixed size."""
     return "forward" not in vars(module) and "parametrizations" not in module._modules and _has_own_forward(module)
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Whether a call of `module` ends in PyTorch's convolution with zeros around its input."""
+    """Whether the class of `module` runs PyTorch's convolution, with zero padding of fixed size."""
     known = next((each for each in _CLASSES if isinstance(module, each)), None)
     if known is None or "_conv_forward" in vars(module):
         return False
@@ -62,7 +62,7 @@ def _run(stock: Callable[..., Tensor], module: Any, *args: Any, **kwargs: Any) -
         return stock(module, *args)
     weight, bias = module.weight, module.bias
     dtype = autocast_dtype(x) or x.dtype
-    # Of another layout the gradient would have another layout than PyTorch's.
+    # If `x` were not contiguous, its gradient would have another layout than PyTorch's gradient.
     known = x.dim() == weight.dim() and x.is_contiguous() and is_plain(weight) and (x.is_cuda or x.is_cpu)
     if not known or steps_aside() or not weight.requires_grad:
         return stock(module, *args)

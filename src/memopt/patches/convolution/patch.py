@@ -8,7 +8,7 @@ from memopt.patches.base import Live, Patch
 
 
 class ConvolutionPatch(Patch):
-    """They have no rows: the rows of their inputs' producers say whether these are recomputed."""
+    """Convolutions. They have no rows: the rows of the producers of their inputs tell whether these are recomputed."""
 
     name = "convolution"
     after = ("linear",)

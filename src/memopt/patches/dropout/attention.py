@@ -2,8 +2,8 @@
 
     P = softmax(q k^T scale + mask)        y = (P * m / (1 - p)) v        m drawn by a generator that starts at the seed
 
-For devices where PyTorch's attention has no kernel for dropout: its decomposition saves the probabilities, their mask,
-their product, and fp32 copies of 16-bit queries, keys and values. Kernels of GPUs save q, k, v and a seed themselves.
+For devices where PyTorch's fused attention has no dropout: there PyTorch's decomposition saves the probabilities, their
+mask, their product, and fp32 copies of 16-bit queries, keys and values. GPU kernels save q, k, v and a seed themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def seeded_attention(
         query: (..., heads, L, E); key: (..., heads, S, E); value: (..., heads, S, Ev), floating point.
         mask: boolean, or added to the scores; broadcasts to (..., heads, L, S).
         p: probability of dropping an element, in (0, 1].
-        seed: the same one gives the same mask for the same shape on the same kind of device.
+        seed: equal seeds give equal masks for equal shapes on one kind of device.
 
     Returns:
         (..., heads, L, Ev) in the dtype of the queries (autocast's where that is on). Computed in fp32 or wider. It
@@ -74,7 +74,7 @@ def _attended(
         if is_causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(later, -math.inf)
-        # A row without any key attends to nothing, as in PyTorch's.
+        # A query without any key gives zeros, as in PyTorch's attention.
         empty = (scores == -math.inf).all(-1, keepdim=True)
         probabilities = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
         generator = torch.Generator(query.device).manual_seed(seed)

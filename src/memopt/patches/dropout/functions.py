@@ -1,7 +1,7 @@
-"""Dropouts that a module calls as functions, attention's included: inside its forward they draw masks from seeds.
+"""Dropouts that a module's forward calls as functions, attention's dropout included: their masks come from seeds.
 
-While such a module runs in train mode, `torch.nn.functional.dropout` and `scaled_dot_product_attention` are looked at
-by a function mode; everything else passes.
+While such a module runs in train mode, a function mode replaces calls of `torch.nn.functional.dropout` and
+`scaled_dot_product_attention`; other calls pass unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def seeded_in_training(module: nn.Module, _: Sequence[Any]) -> AbstractContextMa
 
 
 def seeded_functions() -> AbstractContextManager[object]:
-    """Inside, dropouts that are called as functions keep seeds, with and without gradients; not in compiled code."""
+    """Inside, dropouts called as functions save seeds, with and without gradients. Compiled code is unchanged."""
     if torch.compiler.is_compiling() and is_being_compiled(OFF_WHERE_COMPILED):
         return nullcontext()
     return _Seeded()
@@ -44,16 +44,16 @@ class _Seeded(RepeatedMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         run = _SEEDED.get(func)
-        # What a checkpoint inside of this runs again in backward, it runs without this mode.
+        # A checkpointed region inside this context runs again without this mode, so its dropouts stay stock.
         if run is None or _region() != self._region:
             return func(*args, **kwargs)
         return run(*args, **kwargs)
 
 
 def _region() -> tuple[object, ...]:
-    """What differs inside a checkpointed region: its hook, or that no gradients are recorded in it (reentrant).
+    """A value that is another one inside a checkpointed region: its hook, or that gradients are off (reentrant).
 
-    Inside a reentrant region, which records none, another region shows in the calls that run alone.
+    If gradients are off already, a further region shows only in the number of running checkpoint functions.
     """
     recorded = torch.is_grad_enabled()
     return recorded, checkpointing_hook() if recorded else calls_of_checkpointing()
@@ -76,7 +76,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    # A GPU's kernels save a seed themselves, and a mask beside `is_causal` is PyTorch's error.
+    # GPU kernels save a seed themselves. For a mask together with `is_causal`, PyTorch raises its own error.
     as_it_is = query.is_cuda or runs_triton(query) or query.is_meta or (is_causal and attn_mask is not None)
     if not 0 < dropout_p <= 1 or as_it_is or not all(map(may_be_seeded, (query, key, value))):
         return F.scaled_dot_product_attention(

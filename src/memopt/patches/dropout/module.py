@@ -1,8 +1,8 @@
 """Dropout modules that save a seed instead of their mask.
 
-A module qualifies by what it computes, not by its class: each element is dropped on its own, the others are divided by
-1 - p, p is a number that stands on the module. Dropping channels, paths or steps, in place, or with the same mask at
-every call, is something else.
+A module qualifies by its computation, not by its class: it drops each element independently and divides the others by
+1 - p, where p is an attribute of the module. Modules that drop channels, paths or steps, that work in place, or that
+use one mask in all calls, do not qualify.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from memopt.patches.swap import steps_aside, swap_forward
 from memopt.torch_compat import FakeTensor
 from memopt.walk.probes.isolate import with_stand_ins
 
-#: Where sizes, strides and an offset say all about a tensor. Of a sharded one they say what its shards do not.
+#: Types that sizes, strides and an offset describe. Those of a sharded tensor do not describe its shards.
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 OFF_WHERE_COMPILED = "dropouts keep masks; seeds need eager mode"
 _SHAPES = ((16, 256), (8, 16, 32), (4, 8, 8, 16))
-#: Of a share of dropped elements, in standard deviations. Seeds are fixed, so a verdict is always the same one.
+#: Allowed deviation of a share of elements, in standard deviations. Seeds are fixed, so results are repeatable.
 _SIGMAS = 6
 
 
 @dataclass(frozen=True)
 class DropoutRewrite:
-    """What a patched dropout knows."""
+    """State of a patched dropout."""
 
     probability: str
     """Name of the attribute that holds p; it is read at every call."""
 
 
 def patch_dropout(module: nn.Module) -> None:
-    """Make `module` draw its mask from a seed, which is all that it keeps.
+    """Make `module` draw its mask from a seed, and save only the seed.
 
     Raises:
-        ValueError: the module cannot be swapped, or does something else than a dropout of single elements.
+        ValueError: the module cannot be swapped, or is not a dropout of single elements.
     """
     probability = _probability_of(module)
     x = torch.ones(2, 3, device="cpu")
@@ -63,11 +63,11 @@ def _forward(
 
 
 def may_be_seeded(x: Any) -> bool:
-    """Whether a seed may stand for a mask of `x` here: a plain tensor of numbers, in eager mode."""
+    """Whether a seed may replace a mask of `x` here: `x` is a plain floating-point tensor, in eager mode."""
     if type(x) not in _PLAIN_TYPES or x.layout is not torch.strided or x.is_nested or not x.is_floating_point():
         return False
-    # Whether gradients are recorded must not matter: checkpointing runs a module without them first and with them
-    # later, from the same state of the generator, and has to see one mask.
+    # The answer must not depend on the grad mode: checkpointing runs a module first without gradients and later with
+    # them, from one state of the generator, and both runs must get the same mask.
     with torch.enable_grad():
         if steps_aside(off=OFF_WHERE_COMPILED):
             return False
@@ -76,10 +76,10 @@ def may_be_seeded(x: Any) -> bool:
 
 
 def _probability_of(module: nn.Module) -> str:
-    """Name of the attribute by which `module` drops single elements.
+    """Name of the attribute that holds the probability of `module`, a dropout of single elements.
 
     Raises:
-        ValueError: there is none.
+        ValueError: `module` is no such dropout.
     """
     if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
         raise ValueError("it has tensors of its own, so it is not a plain dropout")
@@ -102,7 +102,7 @@ def _is_probability(value: object) -> bool:
 def _objection(module: nn.Module, name: str) -> str | None:
     """Why `module` is not a dropout of single elements with the probability in its attribute `name`; None if it is."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a channel-wise one about the shape
+        warnings.simplefilter("ignore")  # channel-wise dropouts warn about the shape
         try:
             for shape in _SHAPES:
                 for p in (0.5, 0.25):
@@ -115,9 +115,9 @@ def _objection(module: nn.Module, name: str) -> str | None:
 
 
 def _objection_to(module: nn.Module, name: str, p: float, shape: tuple[int, ...]) -> str | None:
-    # Far from 0, so that what is 0 afterwards has been dropped.
+    # Far from 0, so that every 0 in the output is a dropped element.
     leaf = (_draw(shape) + 8).requires_grad_()
-    x = leaf * 1  # a leaf is never written into
+    x = leaf * 1  # PyTorch forbids to write into a leaf, and the module may write
     y = _run(module, name, p, x)
     if not isinstance(y, Tensor) or y.shape != shape or y.dtype != x.dtype:
         return "it does not return one tensor like its input"
@@ -169,7 +169,7 @@ def _run(module: nn.Module, name: str, p: float, x: Tensor, *, seed: int = 2, tr
 
 
 def _are_apart(kept: Tensor, p: float) -> bool:
-    """Whether neighbours along every dimension are kept and dropped as independent draws would be."""
+    """Whether the share of kept elements, and of equal neighbours along each dimension, fits independent draws."""
     apart = _is_share(kept, 1 - p)
     for dim in range(kept.dim()):
         one, other = kept.narrow(dim, 1, kept.size(dim) - 1), kept.narrow(dim, 0, kept.size(dim) - 1)
@@ -178,7 +178,7 @@ def _are_apart(kept: Tensor, p: float) -> bool:
 
 
 def _is_share(flags: Tensor, expected: float) -> bool:
-    # Pairs of neighbours overlap, so their variance may be up to twice that of as many draws.
+    # Pairs of neighbours overlap, so the variance of their share may be twice the variance for independent draws.
     deviation = math.sqrt(2 * expected * (1 - expected) / flags.numel())
     return abs(float(flags.double().mean()) - expected) < _SIGMAS * deviation
 

@@ -1,4 +1,4 @@
-"""Dropouts that keep the seed of their mask instead of the mask."""
+"""Dropouts that save the seed of their mask instead of the mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DropoutRules(Rules):
     key = "dropouts"
 
     method: Literal["none", "seed"] = "none"
-    """``seed``: keep the seed of the mask instead of the mask. The same distribution, other random numbers."""
+    """``seed``: save the seed of the mask instead of the mask. Masks have the same distribution, but other values."""
 
 
 class DropoutPatch(Patch, Reports):
@@ -75,7 +75,7 @@ class DropoutPatch(Patch, Reports):
         for site in live.plan.chosen("dropout"):
             if site.is_module:
                 live.attempt(self.name, site.name, patch_dropout)
-            elif site.name not in live.scopes:  # a scope has them in its mode
+            elif site.name not in live.scopes:  # a module's own scope enters this context
                 live.attempt(self.name, site.name, patch_functions, seeded_in_training)
 
 

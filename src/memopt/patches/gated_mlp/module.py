@@ -1,8 +1,8 @@
-"""Gated MLP modules whose activation and product run as one operator that keeps gate and up only.
+"""Gated MLP modules whose activation and product run as one operator that saves only gate and up.
 
-The children stay: gate, up and a wrapped down are called as the stock forward calls them, so adapters, quantised
-linears and hooks on them work. Only a plain `nn.Linear` without hooks is not called: its function recomputes the
-product and differentiates it in one pass. With a hooked or replaced activation the stock forward runs.
+The children stay: gate, up and a wrapped down are called as in the stock forward, so adapters, quantised linears and
+hooks on them work. A plain `nn.Linear` without hooks as down is not called: one function computes it, and recomputes
+and differentiates the product in one pass of backward. With a hooked or replaced activation the stock forward runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memopt.walk.sites import GatedForm, GatedMLPSite
 
 @dataclass(frozen=True)
 class GatedMLPRewrite:
-    """What a patched gated MLP knows: its formula and the names of its children."""
+    """State of a patched gated MLP: its formula and the names of its children."""
 
     activation: str
     form: GatedForm
@@ -37,11 +37,11 @@ class GatedMLPRewrite:
     act: str | None
     between: str | None
     scope: ScopeRewrite
-    """The scope that the module opens too, or the families that hold around it."""
+    """The scope that each call opens: the module's own, or one with the families of the scope around the module."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Children whose parameters are read where nobody watches them, instead of calling them."""
+        """Children that are not called, unless they have hooks: the forward reads their parameters instead."""
         return (self.down,)
 
 
@@ -49,7 +49,7 @@ def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, scope: ScopeRewrite) 
     """Make `module` run its activation and product as one operator.
 
     Raises:
-        ValueError: the module cannot be swapped, or its forward is not of a form that is known.
+        ValueError: the module cannot be swapped, or its forward is not down(act(gate(x)) * up(x)).
     """
     if site.form is None or site.children is None:
         raise ValueError("its forward does more than down(act(gate(x)) * up(x))")
@@ -75,7 +75,7 @@ def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Mod
     with rewrite.scope.around(module, args, kwargs):
         if len(given) != 1 or not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
             return stock(module, *args, **kwargs)
-        # In a frame of its own: when the scope ends, only autograd refers to the saved tensors.
+        # A function of its own, so that only autograd refers to the saved tensors when the scope ends.
         return _run(rewrite, children, down, given[0])
 
 
@@ -84,13 +84,13 @@ def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: 
     between = children[rewrite.between] if rewrite.between else None
     if between is not None and not _is_off(between):
         return down(between(_product(rewrite, *gate_up)))
-    own = down._parameters  # what a tool computes from something else is not in it
+    own = down._parameters  # without weights that a tool computes from others
     weight, bias = own.get("weight"), own.get("bias")
     if type(down) is not nn.Linear or weight is None or "bias" not in own or is_watched(down):
         return down(_product(rewrite, *gate_up))
-    # Calling it is F.linear of its weight and bias.
+    # A call of `down` would be F.linear with its weight and bias.
     y = None
-    if followed.products is None:  # else what multiplies y has to know its input
+    if followed.products is None:  # else a later multiplication of y needs the input of this product
         y = gated_linear(*gate_up, rewrite.activation, rewrite.form == "gate_up", weight, bias)
     return linear(_product(rewrite, *gate_up), weight, bias) if y is None else y
 
@@ -112,16 +112,16 @@ def _product(rewrite: GatedMLPRewrite, gate: Tensor, up: Tensor | None) -> Tenso
 
 
 def _activates_as_patched(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None]) -> bool:
-    """Whether nobody wants the activation to be called, whose formula is known."""
+    """Whether the activation need not be called: it is a function, or a child without hooks."""
     if rewrite.act is None:
         return True
-    act = children.get(rewrite.act)  # the child that was there when the module was patched
+    act = children.get(rewrite.act)  # still the child of the time of patching, which `Reads.hold` checks
     return act is not None and not is_watched(act)
 
 
 def _gets_a_cast(down: nn.Module, x: Tensor) -> bool:
-    """Whether `down` holds its weight in another dtype than `x`: then the stock forward has a cast on the way (T5 in
-    fp16). Quantised weights are none that anything is cast to."""
+    """Whether the weight of `down` has another floating-point dtype than `x`, without autocast. The stock forward may
+    then cast in between (T5 in fp16). Integer weights of quantised linears do not count."""
     weight = down._parameters.get("weight")
     if weight is None:
         weight = getattr(down, "weight", None)
@@ -131,6 +131,6 @@ def _gets_a_cast(down: nn.Module, x: Tensor) -> bool:
 
 
 def _is_off(module: nn.Module) -> bool:
-    """Whether `module` is a dropout that passes its input on."""
+    """Whether `module` is an `nn.Dropout` without hooks that returns its input: p is 0, or it is in eval mode."""
     is_dropout = type(module) is nn.Dropout and (module.p == 0 or not module.training)
     return is_dropout and not is_watched(module)

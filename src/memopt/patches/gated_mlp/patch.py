@@ -20,7 +20,7 @@ class GatedMLPRules(Rules):
 
 
 class GatedMLPPatch(Patch, Checks):
-    """Where the module computes nothing else, activation and product run as one operator."""
+    """Gated MLPs. If the module computes nothing else, its activation and product run as one operator."""
 
     name = "gated_mlp"
     after = ("norm",)
@@ -57,9 +57,9 @@ class GatedMLPPatch(Patch, Checks):
         from memopt.patches.scopes import innermost
 
         plan = live.plan
-        if plan.recipe.is_off("activations"):  # act(gate) is to be kept
+        if plan.recipe.is_off("activations"):  # the recipe saves act(gate), which the operator would recompute
             return
-        # The operator keeps gate and up, so where the recipe wants codes instead, the stock operations run.
+        # The operator saves gate and up, so the stock operations run where the recipe saves codes instead.
         coded = {site.gated_mlp for site in plan.chosen("activation", "code")}
         for site in plan.chosen("gated_mlp"):
             if site.form is not None and site.name not in coded:

@@ -1,10 +1,10 @@
-"""PEFT's LoRA around a plain linear, run as one function: no module inside it is called. Around a quantised linear,
-which is called, the adapter is one function.
+"""PEFT's LoRA around a plain linear, run as one autograd function that calls no module inside. A quantised linear is
+called, and only its adapter is one function.
 
-That the installed PEFT computes these formulas is proved on a small layer, once.
+A comparison on a small layer, made once, proves that the installed PEFT computes these formulas.
 
-Where anything but the plain formula is to be computed (dropout, DoRA, several adapters, merged or disabled ones), or a
-module inside is watched, PEFT's own forward runs.
+PEFT's own forward runs if it has to compute more than the plain formula (dropout, DoRA, several adapters, merged or
+disabled ones), or if a module inside has to be called (`memopt.patches.swap.is_watched`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memopt.kernels.linear.adapted import adapted_linear, added_adapter
 from memopt.patches.swap import is_watched, steps_aside, with_attributes
 
 _READS_SPECS = "_memopt_reads_specs"
-#: Marks the forward of linears that were only swapped to read recompute specs: their parameters may be read instead.
+#: Marks forwards of linears that were swapped only to read recompute specs; such linears need not be called.
 reads_specs = with_attributes(**{_READS_SPECS: True})
 #: Forwards of PEFT: module and name -> whether the adapter's term is rounded before it is added.
 _FORWARDS = {
@@ -35,14 +35,14 @@ _FORWARDS = {
 
 @dataclass(frozen=True)
 class AdaptedRewrite:
-    """State of such a layer, which looks up everything else at every call."""
+    """State of a LoRA layer; its forward looks up everything else at every call."""
 
     rounds: bool = False
-    """The adapter's term is rounded to the dtype of the output of a quantised linear before it is added."""
+    """Whether the adapter's term is rounded to the dtype of the quantised linear's output before it is added."""
 
 
 def as_adapted(module: nn.Module) -> AdaptedRewrite | None:
-    """The state for `module` if it has a forward of PEFT's LoRA around linears, and that computes the formula."""
+    """The state for `module` if its forward is one of PEFT's LoRA around linears, and is proved; else None."""
     forward: Any = type(module).forward
     rounds = _FORWARDS.get((getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")))
     if rounds is None or "forward" in vars(module) or not _is_proved(forward, rounds):
@@ -52,14 +52,14 @@ def as_adapted(module: nn.Module) -> AdaptedRewrite | None:
 
 @functools.cache
 def _is_proved(forward: Callable[..., Tensor], rounds: bool) -> bool:
-    """In a thread of its own: no mode, autocast or hook of the forward that asks is active there."""
+    """:func:`_agrees`, run in another thread: no mode, autocast or hook of the caller is active there."""
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(_agrees, forward, rounds).result()
 
 
 @generators_kept()
 def _agrees(forward: Callable[..., Tensor], rounds: bool) -> bool:
-    """Whether `forward` of a small layer with one adapter is what the functions return, to the bit."""
+    """Whether memopt's functions and `forward` return equal bits for a small layer with one adapter."""
     from peft import LoraConfig, get_peft_model
 
     try:
@@ -78,14 +78,14 @@ def _agrees(forward: Callable[..., Tensor], rounds: bool) -> bool:
         sums += [] if rounds else [adapted_linear(x, linear.weight, linear.bias, *found)]
         expected = forward(layer, x)
         return all(each is not None and torch.equal(each, expected) for each in sums)
-    except Exception:  # of another release of PEFT: its own forward runs, as before
+    except Exception:  # another release of PEFT, whose own forward runs then
         return False
 
 
 def run_adapted(
     stock: Callable[..., Tensor], rewrite: AdaptedRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The forward of a layer that :func:`as_adapted` knows."""
+    """The forward of a layer for which :func:`as_adapted` returns a state."""
     found = _adapter(module) if len(args) == 1 and not kwargs and not steps_aside() else None
     if found is None:
         return stock(module, *args, **kwargs)
@@ -102,7 +102,7 @@ def run_adapted(
 
 
 def _adapter(module: nn.Module) -> tuple[Tensor, Tensor, float] | None:
-    """A, B and scaling; None if the forward is to compute something else, or call watched modules of the adapter."""
+    """A, B and scaling; None if another formula has to be computed, or modules of the adapter have to be called."""
     own, children = vars(module), module._modules
     name: Any = own.get("_active_adapter")
     if type(name) is list and len(name) == 1:
@@ -127,11 +127,11 @@ def _of(children: dict[str, nn.Module | None], part: str, adapter: str) -> nn.Mo
 
 
 def _parameters(linear: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of a linear that need not be called; no weight where it has to be."""
+    """Weight and bias of `linear`; the weight is None if `linear` has to be called."""
     if linear is None or not _is_known(linear):
         return None, None
     own = linear._parameters
-    # A tool that computes weight or bias from something else takes them out of the parameters.
+    # A tool that computes weight or bias from other tensors removes them from the parameters.
     return (None, None) if is_watched(linear) or "bias" not in own else (own.get("weight"), own["bias"])
 
 

@@ -1,4 +1,4 @@
-"""Which linears have their output recomputed, and the reasons of the others."""
+"""Choose the linears whose output is recomputed, and give the reasons for the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memopt.patches.linear.rules import LinearRules
 from memopt.walk.sites import LinearSite, is_inside
 
 RECOMPUTE = "recompute output"
-#: An output of fewer channels than this part of the hidden state (an adapter's) is recomputed only if it is named.
+#: An output with fewer channels than the hidden size / _NARROW (an adapter's) is recomputed only if it is named.
 _NARROW = 4
 
 
@@ -18,7 +18,7 @@ def decide_linear(site: LinearSite, plan: PlanView, producers: Collection[str]) 
     """The action for a linear, and the reason.
 
     Args:
-        producers: as :func:`recomputed_producers` names them.
+        producers: names from :func:`recomputed_producers`.
     """
     action, why = _decide_output(site, plan, producers) or (LEFT, "")
     if action == RECOMPUTE:
@@ -32,12 +32,12 @@ def decide_linear(site: LinearSite, plan: PlanView, producers: Collection[str]) 
 
 
 def recomputed_producers(plan: PlanView) -> set[str]:
-    """Sites whose output is saved, or what it is recomputed from, whether a linear behind them is trained or not."""
+    """Sites that save their output, or the tensors to recompute it from, even if no trained linear reads it."""
     return {entry.site for entry in plan.rewrites if entry.action != "code"}
 
 
 def _decide_output(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str] | None:
-    """Action and reason for the output of a linear; None if the recipe does not speak of it."""
+    """Action and reason for the output of a linear; None if ``linears.recompute`` does not include it."""
     recompute = plan.recipe.rules(LinearRules).recompute
     name = site.output_module or site.module
     if recompute == OFF or (recompute != "auto" and not any(any_matches(part, recompute) for part in _around(name))):
@@ -52,10 +52,10 @@ def _decide_output(site: LinearSite, plan: PlanView, producers: Collection[str])
 
 
 def output_levels(plan: PlanView) -> dict[str, list[str]]:
-    """Block -> the modules whose output ``auto`` recomputes: up or fc1, then gate, then what attention saves.
+    """Block -> the modules whose output ``auto`` recomputes: up or fc1, then gate, then others (queries, keys, values).
 
-    The first n names of a list, given to ``linears.recompute``, are a level of its block. Each saves the same bytes for
-    a FLOP; the larger come first.
+    The first n names of a list, given to ``linears.recompute``, are a level of its block. All of them save equally many
+    bytes for a FLOP, so larger ones come first.
     """
     gates = {mlp.gate for mlp in plan.sites.gated_mlps if mlp.gate != mlp.up}
     readers = {activation.source for activation in plan.sites.activations} | {mlp.up for mlp in plan.sites.gated_mlps}
@@ -95,15 +95,15 @@ def _objection(site: LinearSite, plan: PlanView) -> str | None:
 
 
 def _around(name: str) -> Iterator[str]:
-    """`name`, and the modules that it is in."""
+    """`name`, and the names of the modules around it, the innermost first."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def weighing_modules(plan: PlanView) -> list[str]:
-    """Modules that multiply the output of a linear inside a module of theirs, and save it for that: with the weight of
-    a gate, perhaps. Gated MLPs multiply gate and up."""
+    """Modules that multiply the output of a linear inside one of their children (with a gate's weight, say), and save
+    the output for that. Gated MLPs, which multiply gate and up, are left out."""
     known = {site.name for site in plan.sites.gated_mlps}
     found: dict[str, None] = {}
     for site in plan.sites.linears:

@@ -1,7 +1,7 @@
-"""Linears that save the tensors of their input's recompute spec, if it has one, instead of their input.
+"""Linears that save the tensors of their input's recompute spec instead of their input, if the input has a spec.
 
-A module qualifies by its function of weight and bias, not by its class. The linear behind an activation may
-take the place of the activation's backward too, which recomputes its output on the way.
+A module qualifies by its function of weight and bias, not by its class. The backward of a linear behind an activation
+may include the activation's backward, and then recomputes the activation's output in the same pass.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class LinearRewrite:
     """Its weight is (in, out) instead of (out, in)."""
     has_bias: bool
     fuses: bool = True
-    """It is the reader of its input, so it may run the producer's backward as well."""
+    """It is the only reader of its input, so its backward may include the producer's backward."""
 
 
 def patch_linear(module: nn.Module, *, fuses: bool = True) -> None:
-    """Let `module` save the tensors that its input is recomputed from, if it has a spec.
+    """Let `module` save the tensors that its input is recomputed from, if the input has a spec.
 
     Args:
         fuses: as in :class:`LinearRewrite`.
@@ -53,12 +53,12 @@ def patch_linear(module: nn.Module, *, fuses: bool = True) -> None:
 
 
 def linear_reads(module: nn.Module) -> Reads | None:
-    """What is proved about a linear holds for its attributes; None if the forward is PyTorch's, which reads none."""
+    """The attributes for which `module` was proved to be a linear; None for `nn.Linear`, which needs no proof."""
     return None if type(module) is nn.Linear else observed_reads(module, None)
 
 
 def trains_as_linear(module: nn.Module) -> bool:
-    """Whether :func:`patch_linear` takes `module` and has something to do: a frozen weight needs no input."""
+    """Whether :func:`patch_linear` accepts `module` and saves anything: a frozen weight needs no saved input."""
     weight = module._parameters.get("weight")
     if weight is None or not weight.requires_grad or is_swapped(module):
         return False
@@ -66,19 +66,19 @@ def trains_as_linear(module: nn.Module) -> bool:
 
 
 def adopt_linears(root: nn.Module, *, outputs: Mapping[str, bool] | None = None) -> None:
-    """Let the plain linears inside `root` read recompute specs: those that no other patch has, adapters' included.
+    """Let plain linears inside `root` read recompute specs, adapters' included, unless another patch has them.
 
-    `outputs` names linears inside `root` whose output is recomputed, and says whether their input is saved anyway.
+    `outputs` names linears inside `root` whose output is recomputed, and tells whether their input is saved anyway.
 
-    One whose input has no spec runs its stock forward, so nothing has to be known of its place in the model. The child
-    that a patched module reads instead of calling it (its rewrite names it in `reads`) stays.
+    A linear whose input has no spec runs its stock forward, so this is safe for any place in the model. A child stays
+    stock if its patched parent reads the child's parameters instead of calling it (`reads` of the parent's state).
     """
     if outputs:
         _adopt_outputs(root, outputs)
     for parent in list(root.modules()):
         read = getattr(swap_state(parent), "reads", ()) if is_swapped(parent) else ()
         for name, child in parent._modules.items():
-            # The forward of this class is known; others would have to be proved, outside of a forward.
+            # The forward of this class is known. Other classes need a proof, which must not run inside a forward.
             if type(child) is nn.Linear and "forward" not in vars(child) and name not in read:
                 swap_forward(child, _forward, LinearRewrite(False, child.bias is not None, fuses=False))
             elif child is not None and not is_swapped(child) and (rewrite := as_adapted(child)) is not None:
@@ -86,7 +86,7 @@ def adopt_linears(root: nn.Module, *, outputs: Mapping[str, bool] | None = None)
 
 
 def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
-    """:func:`patch_output` of what stands inside `root` at these names now: adapters may have come or gone.
+    """Apply :func:`patch_output` to the modules that have these names now: adapters may have been added or removed.
 
     Args:
         outputs: name relative to `root` -> `input_is_saved`.
@@ -97,8 +97,8 @@ def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
         if is_swapped(module):
             if not isinstance(swap_state(module), (LinearRewrite, AdaptedRewrite)):
                 continue
-            restore_forward(module)  # it was inside adapters
-        for inner in module.modules():  # and this one is
+            restore_forward(module)  # it was adopted, for example while it was inside an adapter
+        for inner in module.modules():  # inside an adapter now; only the module around it recomputes its output
             if is_swapped(inner) and isinstance(swap_state(inner), OutputRewrite) and inner not in standing.values():
                 restore_forward(inner)
         patch_output(module, input_is_saved=outputs[name])
@@ -121,7 +121,7 @@ def _reading(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, x: Any, args: Any, kwargs: dict[str, Any]
 ) -> Tensor:
     parameters = module._parameters
-    # A tool that computes weight or bias from something else takes them out of the parameters.
+    # A tool that computes weight or bias from other tensors removes them from the parameters.
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1 or steps_aside():
         return stock(module, *args, **kwargs)
@@ -131,7 +131,7 @@ def _reading(
     matrix = weight.t() if rewrite.transposed else weight
     if spec is None and not saves_a_cast_weight(x, weight):
         y = stock(module, x)
-        # A function mode, which follows products, does not see this one.
+        # The function mode that follows products did not see this one, so it is noted here.
         is_hidden = unseen.depth and followed.products is not None and is_plain(y) and is_plain(weight)
         return noted(y, x, matrix, bias, None) if is_hidden else y
     if spec is None:

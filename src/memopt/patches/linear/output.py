@@ -1,7 +1,7 @@
 """Linears whose output is recomputed: the module runs again in backward, from its input.
 
-What runs again is the whole module, adapters and quantised weights included, with autocast and the random numbers of
-the forward. Where that cannot be repeated its output is saved as usual.
+The whole module runs again, adapters and quantised weights included, with autocast and the random numbers of the
+forward. If that cannot be repeated, the output is saved as usual.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
 
     Args:
         module: takes one tensor and returns one: a linear, perhaps with adapters.
-        input_is_saved: its input is saved also where its own weight is frozen.
+        input_is_saved: whether its input is saved even if its own weight is frozen.
 
     Raises:
         ValueError: the module cannot be swapped.
@@ -51,7 +51,7 @@ def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
 
 
 class _Running(threading.local):
-    """Of this thread: the module that it calls again, the input of its forward, and the output that it computed."""
+    """In this thread: the module that is called again, the input of its forward, and the output of that call."""
 
     module: nn.Module | None = None
     x: Tensor
@@ -71,15 +71,15 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         return stock(module, *args, **kwargs)
     x: Tensor = given[0]
     weight = module._parameters.get("weight")
-    if weight is not None:  # no adapter reads it before it is cast
+    if weight is not None:  # a linear itself: no adapter inside reads `x` before the cast
         x = shared_cast(x, autocast_dtype)
     is_saved = (rewrite.input_is_saved and x.requires_grad) or (weight is not None and weight.requires_grad)
     if is_saved and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
-        # The partitioner takes a checkpointed region for an order: it saves no result of it.
+        # In a checkpointed region, the partitioner saves no result, so it recomputes the output.
         return checkpoint(functools.partial(stock, module), x, use_reentrant=False)
-    if steps_aside() or not in_a_scope() or is_checkpointed_region():  # that would compute it three times
+    if steps_aside() or not in_a_scope() or is_checkpointed_region():  # there it would run three times
         return stock(module, x)
-    # A tool that exchanges the forward of an instance (offloading) brings the weights for the time of a call.
+    # A tool that replaces the forward of an instance (offloading) may load the weights only during its calls.
     if not is_saved or _is_wrapped(module) or (is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):
         return stock(module, x)
     around = Around.of(module, x)
@@ -95,27 +95,27 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
 
 @dataclass(frozen=True, eq=False)
 class _Again:
-    """The module's forward, as it ran."""
+    """Runs the module's forward again, under the conditions of its first run."""
 
     stock: Callable[..., Tensor]
     module: nn.Module
     around: Around
     random: tuple[Tensor, ...]
-    """States of the generators that it drew from; empty if it drew nothing."""
+    """States of the generators before the forward; empty if it drew no random number."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_(x.is_floating_point())  # kernels for inference ask for that
+        x = x.detach().requires_grad_(x.is_floating_point())  # some modules choose a kernel by `requires_grad`
         is_hooked = any(map(is_watched, self.module.modules()))
-        random = self.random or (random_states(x) if is_hooked else ())  # hooks may draw too
-        # Hooks may ask for the place of an output in a graph.
+        random = self.random or (random_states(x) if is_hooked else ())  # hooks may draw numbers too
+        # Hooks may need outputs that have a grad_fn.
         with self.around.again(x, random, _WHY), torch.set_grad_enabled(is_hooked):
             return self._run(x).detach()
 
     def _run(self, x: Tensor) -> Tensor:
         if not is_watched(self.module):
             return self.stock(self.module, x)
-        # Hooks run again too, as under activation checkpointing: they may be those that gather sharded weights. Their
-        # changes of input and output are not made twice.
+        # Hooks run again too, as under activation checkpointing, since they may gather sharded weights. The forward
+        # takes its first input again and its own output is used, so hooks do not change input and output twice.
         _running.module, _running.x = self.module, x
         try:
             self.module(x)
@@ -130,7 +130,7 @@ def _is_wrapped(module: nn.Module) -> bool:
     return any(
         "forward" in vars(each)
         or "parametrizations" in each._modules
-        # The hook of torch.nn.utils.spectral_norm: every run of it is a step of a power iteration.
+        # Every run of the hook of torch.nn.utils.spectral_norm makes a step of power iteration.
         or any(isinstance(hook, SpectralNorm) for hook in module_hooks(each)[1].values())
         for each in module.modules()
     )

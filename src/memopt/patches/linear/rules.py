@@ -13,8 +13,8 @@ class LinearRules(Rules):
     key = "linears"
 
     recompute: Annotated[Literal["none", "auto"] | tuple[str, ...], one_or_more(OFF, "auto")] = "none"
-    """Names of linears (shell wildcards) whose module runs again in backward; ``auto``: all whose recomputation saves
-    bytes."""
+    """Names (shell wildcards) of linears whose module runs again in backward; ``auto``: every linear for which that
+    saves bytes."""
 
     @property
     def is_off(self) -> bool:

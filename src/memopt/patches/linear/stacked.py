@@ -1,8 +1,8 @@
-"""Modules with the weights of several linears in one parameter: experts, whose own forward stays.
+"""Modules with the weights of several linears in one parameter (experts). Their own forward stays.
 
-It is told what it reads: weights that a parametrisation computes for the time of a call (an adapter's product added to
-all experts), and rows of hidden states that can be recomputed. A scope then saves neither (`memopt.saved`). Nor is the
-output of a product saved that is multiplied with the router's weights (`memopt.patches.linear.weighted`).
+Tensors that they read are marked as recomputable: weights that a parametrisation computes for one call (an adapter's
+product added to all experts), and hidden states of which they gather rows. A scope then saves neither (`memopt.saved`).
+Outputs of products that are multiplied with router weights are not saved either (`memopt.patches.linear.weighted`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from memopt.torch_compat import is_checkpointed_region, parametrizations_are_cac
 
 @dataclass(frozen=True)
 class StackedRewrite:
-    """What such a module knows."""
+    """State of a patched module with stacked weights."""
 
     modes: tuple[Mode, ...] = ()
     """The modes that it runs inside, outermost first."""
     proven: set[tuple[str, str]] = field(default_factory=set, compare=False)
-    """(parameter, class of its parametrisation) of the sums that were computed once more and came out the same."""
+    """(parameter, class of its parametrisation) of sums that gave equal bits when they were computed again."""
     settings: dict[str, Settings] = field(default_factory=dict, compare=False)
-    """Of each parameter that was parametrised."""
+    """Parametrised parameter -> the count of its changes in place that changed no value."""
 
 
 def patch_stacked(module: nn.Module) -> None:
-    """Let what `module` reads be recomputed: weights computed from its parameters, rows of its inputs.
+    """Let backward recompute tensors that `module` reads: weights computed from parameters, rows of its inputs.
 
     Raises:
         ValueError: the module cannot be swapped.
@@ -57,9 +57,9 @@ def _forward(stock: Callable[..., Any], rewrite: StackedRewrite, module: nn.Modu
         for given in (*args, *kwargs.values()):
             if isinstance(given, Tensor):
                 with_witness(given if given._base is None else given._base)
-    # Without the cache every read computes another tensor.
+    # Without the cache of `parametrize.cached()`, every read computes another tensor.
     if "parametrizations" in module._modules and parametrizations_are_cached():
-        # A checkpointed block saves its sums while it runs again alone: they would be computed a third time.
+        # In a checkpointed block, sums are saved only during its second run; recomputing would be a third time.
         _tell_weights(module, rewrite, saves and not is_checkpointed_region())
     with weighted_products(module, args) if saves else nullcontext():
         return stock(module, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Modules that multiply the rows of a linear's output with weights: experts behind a router, shared ones behind a gate.
+"""Modules that multiply the rows of a linear's output with weights: routed experts, shared experts behind a gate.
 
-While such a module runs, a function mode notes what products are made of (`memopt.kernels.linear.weighted`), and
-follows their outputs through views and biases to the weights. Where it loses sight of one, or where the product's input
-would have to be saved for this alone and is the larger one, the multiplication is PyTorch's own.
+While such a module runs, a function mode notes the factors of products (`memopt.kernels.linear.weighted`), and follows
+the outputs through views and biases to the weights. PyTorch's multiplication runs if the mode cannot follow an output,
+or if the product's input would be saved for this alone and is larger than the output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memopt.torch_compat import grouped_mm, no_torch_function, tensor_hooks
 
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _MULTIPLIES = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
-#: Operations that leave the rows of a matrix what they are; casts to a wider dtype are among them.
+#: Operations that keep the rows of a matrix; casts to a wider dtype are among them.
 _NAMES = ("view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "to", "float")
 _SAME_ROWS = frozenset(getattr(Tensor, name) for name in _NAMES)
 
@@ -87,7 +87,7 @@ class _Following(FollowingMode):
         return output
 
     def _rows(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Biases of the experts that rows were sent to: the last ones that were read."""
+        """Note the last rows read by an index, which may be the biases of the experts of each row."""
         output = func(*args, **kwargs)
         with no_torch_function():
             source, index = args
@@ -115,7 +115,7 @@ class _Following(FollowingMode):
 
 
 def _are_weights(s: Tensor, y: Tensor) -> bool:
-    """Whether each row of `y` has one weight, and only the weights' gradient needs `y`."""
+    """Whether `s` has one weight for each row of `y`, and only the gradient of `s` needs `y`."""
     if not s.requires_grad or tensor_hooks(y) or y.retains_grad or y.size(-1) == 1:
         return False
     per_row = s.dim() == 0 or (s.size(-1) == 1 and s.dim() <= y.dim())
@@ -123,15 +123,15 @@ def _are_weights(s: Tensor, y: Tensor) -> bool:
 
 
 def _costs_less(product: Product, y: Tensor) -> bool:
-    """Whether the gradient of the product's input is needed, and that input is saved anyway or smaller than `y`."""
+    """Whether the product's input needs a gradient, and is saved anyway, recomputable or no larger than `y`."""
     a, is_saved = product.a, product.matrix.requires_grad or product.spec is not None
     return a.requires_grad and (is_saved or a.nbytes <= y.nbytes or recomputes(a))
 
 
 @functools.cache
 def _adding_reads_shape_only() -> bool:
-    """Whether the gradient of the rows that `index_add` adds reads no value of the rows, which it saves."""
-    with ThreadPoolExecutor(1) as alone:  # no mode, autocast or hook of the forward that asks is active there
+    """Whether the backward of `index_add` reads no values of the added rows, which its node saves."""
+    with ThreadPoolExecutor(1) as alone:  # no mode, autocast or hook of the caller is active in that thread
         return alone.submit(_agrees).result()
 
 
@@ -152,7 +152,7 @@ def _matmul(left: Tensor, right: Tensor) -> Product | None:
 
 
 def _bmm(left: Tensor, right: Tensor) -> Product | None:
-    """One row of each matrix, or one column: then the weights' matrices stand on the left."""
+    """A product of one row with each matrix, or of each matrix with one column (then `left` has the weights)."""
     if left.size(1) == 1:
         return Product(left, right)
     return Product(right.mT, left.mT) if right.size(2) == 1 else None

@@ -1,10 +1,10 @@
-"""The loss of a plain linear by chunks of its rows, its gradients made in the forward: three products, or two.
+"""Cross-entropy of a plain linear by chunks of rows, its gradients in the same forward: 3 products, or 2 (frozen W).
 
     y = x_chunk W^T + b,  z = ops(y)         loss += sum of the chunk's losses,  dz over z
     dx_chunk = dy W,  dW += dy^T x_chunk,  db += sum over rows of dy             saves dx, dW and db, and no x
 
-For a loss that is one number, of which the backward is a scale. On a GPU one kernel reads z for both loss and dz. W's
-gradient is summed in fp32 at least, but for a sum of two chunks on a GPU (`SUMMED`).
+The loss must be one number: backward then only scales the gradients. On a GPU one kernel reads z for both loss and dz.
+The gradient of W is summed in fp32 at least, or in W's own dtype on a GPU if there are at most `SUMMED` chunks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def loss_at_once(plain: Plain, target: Tensor, factor: Tensor) -> Tensor:
 
     Args:
         target: (rows,) int64.
-        factor: of one element: 1 for a sum.
+        factor: one element: 1 for a sum, 1 / divisor for a mean.
     """
     plain.source.check()
     x, weight, *others = plain.tensors
-    # A node each, that of W the last: its backward runs first, and lets go of what it saved before the others run.
+    # One autograd node for each tensor, W's last: its backward runs first and frees W's gradient before the others run.
     tensors = (x, *others, weight)
     with torch.no_grad(), autocast_as(None, plain.source.x):
         loss, gradients = _computed(plain, target, factor, tensors)
@@ -41,7 +41,7 @@ def loss_at_once(plain: Plain, target: Tensor, factor: Tensor) -> Tensor:
 
 
 class _WithGradient(DirectFunction):
-    """A number, of which one more tensor has a gradient that is known."""
+    """Returns the loss; its backward gives one more tensor a gradient that is already computed, times dloss."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ def _computed(
             add_product_(plain.into(dweight, every), dy.t(), rows[part], first=not part.start)
         if sums[0] is not None:
             sums[0][every] += dy.sum(0, dtype=sums[0].dtype)
-        del dy  # before the next is computed
+        del dy  # before the next chunk's is computed
     if dweight is not None:
-        plain.into(dweight, slice(every.stop, None)).zero_()  # columns that were left out
+        plain.into(dweight, slice(every.stop, None)).zero_()  # columns that an operation left out
     losses, _ = row_losses(statistics, target, arguments, every.stop)
     return losses.sum() * factor, (dx, *sums, dweight)

@@ -4,7 +4,7 @@
     forward     statistics of each row, block after block;  saves x and the statistics
     backward    z again, dz from the statistics;  dx += dz W_block,  dW_block = dz^T x,  db_block = sum over rows of dz
 
-Four products instead of three, and no memory but a block, dx in fp32 and the gradients themselves.
+This takes four products, `at_once.py` three. It needs memory only for one block, dx in fp32 and the gradients.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _BlocksFunction(DirectFunction):
                 del matrix
                 of_block = None if class_weight is None else class_weight[columns]
                 statistics_(z, statistics, target - columns.start, weight=of_block, smoothed=smoothed)
-                del z  # before the next is computed
+                del z  # before the next block's is computed
         losses, lse = row_losses(statistics, target, arguments, width)
         ctx.plain = replace(plain, source=plain.source.without_rows)
         ctx.save_for_backward(target, class_weight, lse, x, weight, bias, *others)

@@ -1,4 +1,4 @@
-"""The proof that a patched head's losses are the stock ones, on batches that a training step may not show."""
+"""Compares losses of patched heads with the stock losses, on kinds of batches that one training step may lack."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _batches(classes: int) -> dict[str, tuple[Tensor, dict[str, Any]]]:
 def _step(
     module: nn.Module, rewrite: LossRewrite, target: Tensor, reduction: str, options: dict[str, Any]
 ) -> list[Tensor]:
-    """The loss, also without gradients, its gradient by the input, and those by parameters; zeros where none is."""
+    """The loss, the loss under no_grad, and the gradients of input and parameters (zeros where there is none)."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     like = next(module.parameters())
     generator = torch.Generator().manual_seed(1)
@@ -73,7 +73,7 @@ def _step(
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Relative to the largest element; NaN in one alone is infinitely far."""
+    """The largest difference, relative to the largest element; infinite where only one of the tensors has NaN."""
     if not torch.equal(one.isnan(), other.isnan()):
         return float("inf")
     one, other = one.nan_to_num(0.0), other.nan_to_num(0.0)

@@ -1,13 +1,13 @@
-"""A tensor that stands for logits: it holds the head's input, and what was done to the logits since.
+"""A tensor that stands for uncomputed logits: it holds the head's input and the operations on the logits since.
 
-    logits = op_n(... op_1(head(x)))            rows of x and rows of the logits belong together
+    logits = op_n(... op_1(head(x)))            a row of the logits depends on the same row of x only
 
-What does not mix rows is recorded (`operations.py`), what ends in a few numbers a row runs by chunks (`readers.py`).
-Everything else gets the true logits, computed once by the ordinary graph, and one warning says what asked for them.
+Operations that do not mix rows are recorded (`operations.py`); functions that return a few numbers a row run by chunks
+(`readers.py`). Any other function gets the true logits, computed once by the ordinary graph, and one warning names it.
 
-The rule: what has been handed out is what the stock model hands out, in value, memory and version, or the logits become
-true at that moment. All logits of one call of the head become true together, since a caller may write into what it
-gets: copies are made before, views share the memory (`memory.py`), graphs and versions follow (`LazyLogits.follow`).
+Every result has the value, the shared memory and the version of the stock model's result. Where that is impossible, the
+logits are computed at once, together with all others of that call of the head, since a caller may write into them:
+copies are made first, views share the memory (`memory.py`), graphs and versions are kept equal (`LazyLogits.follow`).
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from memopt.patches.loss.metadata import FACTORIES, METADATA
 from memopt.patches.loss.source import Source, note
 from memopt.torch_compat import tensor_hooks_slot, tree_leaves, tree_map, wrapper
 
-#: A function of PyTorch -> what answers it for logits that were not computed, or returns NotImplemented.
+#: A function of PyTorch -> the handler that runs it on uncomputed logits, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 _GRAPH, _VERSION = (getattr(Tensor, name).__get__ for name in ("grad_fn", "_version"))
 
 
 class LazyLogits(Tensor):
-    """Logits that are computed when somebody reads them whole."""
+    """Logits that are computed when a function reads all of them."""
 
     source: Source
     value: Tensor | None
-    """The true logits, once they were computed; from then on they answer everything."""
+    """The true logits, once they are computed; from then on every function runs on this tensor."""
     form: Tensor
-    """A tensor without values that is laid out as the true logits will be."""
+    """A meta tensor with the shape, strides and storage offset of the true logits."""
     memory: Memory
     made: Callable[[], Tensor] | None
-    """The true logits from those that these were made of; None for the head's own output."""
+    """Computes the true logits from the logits that these were made from; None for the head's own output."""
     written: tuple[tuple[Source, Callable[[Tensor], object]], ...]
-    """Changes in place, each with what these logits stood for before."""
+    """Changes in place: the source before each change, and the function that makes the change."""
     node: Any
-    """The autograd node that :func:`stand_for` gave it."""
+    """The autograd node that :func:`stand_for` gave this tensor."""
     own: tuple[Any, ...]
-    """Graph and version of this tensor as they were last seen,"""
+    """The autograd node and the version of this tensor after the last :meth:`follow`."""
     seen: tuple[Any, ...]
-    """and those of its value."""
+    """The graph and the version of `value` after the last :meth:`follow`."""
     follows = False
-    """Whether :meth:`follow` runs: C++ code asks a tensor for its class meanwhile."""
+    """Whether :meth:`follow` is running: C++ code reads the class of this tensor meanwhile."""
     is_users: bool
-    """Whether another autograd node than ours made it, e.g. a user's function that cloned its input."""
+    """Whether a foreign autograd node made this tensor, e.g. a user's function that cloned its input."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__self__", ()) is tensor_hooks_slot:
-            # C++ code exchanges these where a function changes a tensor in place: this tensor's, not its value's.
+            # C++ code exchanges these hooks where a function changes a tensor in place: this tensor's, not `value`'s.
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         pending = [each for each in lazy if each.value is None]
@@ -90,12 +90,12 @@ class LazyLogits(Tensor):
             handler = HANDLERS.get(func)
             trained = [each for each in pending if each.source.head.evaluation is None]
             if handler is not None and 0 < len(trained) < len(pending) and not _writes(func, kwargs):
-                # A teacher's logits are values, so that the loss of the trained ones stays in parts.
+                # Compute the logits without a graph (a teacher's): the loss of the trained logits still runs by chunks.
                 return func(*tree_map(_evaluated, args), **tree_map(_evaluated, kwargs))
             away = any(each.source.device is not None for each in pending) and func is not Tensor.to
             if handler is not None and away and not _writes(func, kwargs):
                 return _where_the_head_is(func, args, kwargs, pending[0].device)
-            # Another autograd node than was last seen is a user's.
+            # A tensor whose autograd node is no longer `node` went through a user's autograd function.
             foreign = away or any(_own_state(each)[0] is not each.node for each in pending)
             if handler is not None and len(pending) == len(lazy) and not foreign and kwargs.get("out") is None:
                 if not args and "input" in kwargs:
@@ -121,21 +121,21 @@ class LazyLogits(Tensor):
         result = func(*tree_map(_value, args), **tree_map(_value, kwargs))
         for each in family:
             each.follow()
-        # A change in place returns what it changed.
+        # A function that changes a tensor in place returns that tensor: this one, not its value.
         return next((each for each in lazy if result is each.value), result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Reached where PyTorch's C++ code calls an operator (collectives); its autograd nodes lie above this.
+        # Reached where C++ code calls an operator itself (collectives); autograd has recorded that call already.
         def plain(leaf: Any) -> Any:
             return leaf.compute().detach() if isinstance(leaf, LazyLogits) else leaf
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
     def as_subclass(self, cls: Any) -> Any:
-        """As of any tensor: PyTorch's reads the graph of this one in C++, which may be behind that of its value."""
+        """Of the true logits: PyTorch's method reads this tensor's graph in C++, which may lag behind its value's."""
         return self.compute().as_subclass(cls)
 
     @property
@@ -144,7 +144,7 @@ class LazyLogits(Tensor):
         return [member for reference in self.source.family if (member := reference()) is not None]
 
     def look_through_fetches(self) -> None:
-        """Be logits of the head again behind the nodes in which ZeRO-3 fetches weights (`fetch_before`)."""
+        """Accept nodes in which ZeRO-3 fetches weights (`fetch_before`) as part of this tensor's own graph."""
         node: Any = None if self.grad_fn is self.node else self.grad_fn
         fetches = []
         while (found := fetch_before(node)) is not None:
@@ -152,19 +152,19 @@ class LazyLogits(Tensor):
             node = node.next_functions[0][0]
         source = getattr(node, "source", None)
         if fetches and isinstance(source, Source):
-            # The head's own fetch is part of its next call.
+            # The next call of the head makes the head's own fetch itself.
             others = (hook for module, hook in fetches if module is not source.head.module)
             self.source = dataclasses.replace(source, fetches=(*others, *source.fetches))
             self.node, self.made = self.grad_fn, None
 
     def become(self, source: Source, write: Callable[[Tensor], object]) -> None:
-        """Stand for `source`, which reads the same tensors of the graph, from now on: a change in place by `write`."""
+        """Record a change in place by `write`: from now on stand for `source`, with the same tensors in the graph."""
         self.written, self.source = (*self.written, (self.source, write)), source
         if self.node is not None:
             self.node.source = source
 
     def compute(self) -> Tensor:
-        """The true logits, in the graph where these are; all others of this call of the head become true as well."""
+        """The true logits, with this tensor's graph. Also computes all other logits of the same call of the head."""
         if self.value is None:
             self.look_through_fetches()
             for each in (*self.family, self):
@@ -173,7 +173,7 @@ class LazyLogits(Tensor):
         return self.value
 
     def fill(self) -> Tensor:
-        """:meth:`compute` of these alone, and of those that they were made of."""
+        """As :meth:`compute`, but only for this tensor and the logits that it was made from."""
         if self.value is None:
             self.source.check()
             graph, marked = self.own = _own_state(self)
@@ -185,7 +185,7 @@ class LazyLogits(Tensor):
             if self.memory.owner() is self:
                 self.memory.data = value.detach()
             self.made, self.memory = None, Memory(self)
-            if marked:  # by a user's function, as changed in place
+            if marked:  # dirty, by a user's autograd function
                 self.own = (self.node, 0)
             self.seen = _state(self.value)
         assert self.value is not None
@@ -200,10 +200,10 @@ class LazyLogits(Tensor):
         return value
 
     def follow(self) -> None:
-        """Bring graph and version of this tensor and of its value together: C++ code reads those of the tensor.
+        """Give this tensor and its value the same graph and version: C++ code reads the graph of this tensor.
 
-        A user's function that marked this tensor as changed is the value's history from then on, and what has changed
-        the value in place is this tensor's.
+        If a user's autograd function marked this tensor dirty, the value adopts this tensor's graph. If an operation
+        changed the value in place, this tensor adopts the value's graph.
         """
         if self.value is None or self.follows:
             return
@@ -227,11 +227,11 @@ def stand_for(
     step: Callable[[Tensor], Tensor] | None = None,
     form: Tensor | None = None,
 ) -> Any:
-    """Logits that are computed from `source`, or by `step` from those of `parent`.
+    """A tensor for logits that are computed from `source`, or by `step` from the logits `parent`.
 
     Args:
-        form: as `LazyLogits.form`: made from that of `parent`, of which it is a view where the logits are one. None: a
-            copy, laid out alike.
+        form: as `LazyLogits.form`; a view of the form of `parent` if the logits are a view of `parent`. None: the
+            logits are a copy with the layout of `parent`.
     """
     is_view = parent is not None and form is not None and shares_memory(parent.form, form)
     if form is None and parent is not None and parent.form.is_contiguous() and not parent.form.storage_offset():
@@ -253,12 +253,12 @@ def stand_for(
 
 
 def _make_of(logits: LazyLogits, parent: LazyLogits, step: Callable[[Tensor], Tensor], is_view: bool) -> None:
-    """Let `logits` be computed from `parent`, which they hold unless that would keep a graph alive."""
+    """Let `logits` be computed from `parent`. They hold only its memory if `parent` would keep a graph alive."""
     source, origin, form = logits.source, parent.memory, parent.form
 
     def from_parent() -> Tensor:
         value = parent.fill()
-        # A user's function changed the parent after this copy of it was made.
+        # is_users: a user's function changed the parent after this copy was made, so compute the copy from its source.
         return source.whole() if parent.is_users and not is_view else step(value)
 
     def from_memory() -> Tensor:
@@ -276,14 +276,14 @@ def _make_of(logits: LazyLogits, parent: LazyLogits, step: Callable[[Tensor], Te
 
 
 class _StandingFunction(DirectFunction):
-    """The node of logits that were not computed: whatever finds them in a graph finds the head's input and weights.
+    """The autograd node of uncomputed logits, with edges to the head's input, weights and the operations' tensors.
 
-    Its backward runs where a gradient of the logits comes past their value, e.g. from a user's function.
+    Its backward runs where a gradient reaches the logits without passing `value`, e.g. from a user's function.
     """
 
     @staticmethod
     def forward(ctx: Any, source: Source, form: Tensor, x: Tensor, *tensors: Tensor) -> Any:
-        # Not saved: nothing reads it in a step whose loss is computed by chunks, and hooks would copy it each time.
+        # Do not save x: a step whose loss runs by chunks never reads it here, and saved-tensor hooks would copy it.
         ctx.source = source
         return wrapper(LazyLogits, form, source.dtype, source.device or x.device)
 
@@ -300,7 +300,7 @@ class _StandingFunction(DirectFunction):
 
 
 class _RevealFunction(DirectFunction):
-    """The value of logits whose graph goes on with a node that is not ours."""
+    """The value of logits that a foreign autograd node made; backward passes the gradient on to that node."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, value: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ class _RevealFunction(DirectFunction):
 
 
 class _AdoptFunction(DirectFunction):
-    """Gives a tensor the graph of another one with the same value, as a change in place."""
+    """Gives a tensor the graph of another tensor with the same value, as an operation in place does."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ class _AdoptFunction(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # None for a part of a tensor is taken for None for all of it.
+        # Zeros for a view: autograd takes None for a part of a tensor as None for the whole tensor.
         return torch.zeros_like(dy) if ctx.is_view else None, dy
 
 
@@ -330,20 +330,20 @@ def _own_state(logits: LazyLogits) -> tuple[Any, int]:
     """The autograd node and the version of this tensor itself, whether or not it has a value."""
     read = super(LazyLogits, LazyLogits).__torch_function__
     if read(Tensor.is_inference, (), (logits,)):
-        return None, 0  # it has neither
+        return None, 0  # an inference tensor has neither
     return read(_GRAPH, (), (logits,)), read(_VERSION, (), (logits,))
 
 
 def _state(value: Tensor) -> tuple[Any, ...]:
-    """What a change in place of a tensor changes: its graph and its version."""
+    """The graph and the version of a tensor, which a change in place changes."""
     try:
         return value.requires_grad, value.grad_fn, value._version
-    except RuntimeError:  # one of several views, which may not be used any more
+    except RuntimeError:  # one of several views of one function; autograd refuses it after a change in place
         return False, None, value._version
 
 
 def _where_the_head_is(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """What `func` makes of logits that were moved to `device`, computed on the device of their head and moved there."""
+    """Run `func` on logits that were moved to `device`: on their head's device, with the results moved to `device`."""
     home = next(leaf.source.x.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits))
 
     def back(leaf: Any) -> Any:
@@ -360,12 +360,12 @@ def _value(leaf: Any) -> Any:
 
 
 def _evaluated(leaf: Any) -> Any:
-    """:func:`_value` of logits that nothing is recorded of."""
+    """:func:`_value` of logits from a call without gradients; any other argument as it is."""
     return _value(leaf) if isinstance(leaf, LazyLogits) and leaf.source.head.evaluation is not None else leaf
 
 
 def _shaped(leaf: Any) -> Any:
-    """A tensor of the same shape, dtype and device in the place of logits that were not computed."""
+    """For uncomputed logits, a tensor of their shape, dtype and device; :func:`_value` of any other argument."""
     if isinstance(leaf, LazyLogits) and leaf.value is None:
         return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
     return _value(leaf)
@@ -375,10 +375,10 @@ _WANT_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad
 
 
 def _waits_for_a_moment(hook: Any) -> bool:
-    """Whether `hook` is one of those by which sharded training learns that backward begins.
+    """Whether `hook` is a hook of FSDP2 or DeepSpeed that has to run when backward begins.
 
-    FSDP2's gathers weights then. DeepSpeed's counts the backward, and divides the gradient by the micro-batches: that
-    of what was computed from these logits as well as theirs.
+    FSDP2's hook gathers weights. DeepSpeed's hook counts the backward pass and divides the gradient by the number of
+    micro-batches; it may do so on the logits or on a result computed from them.
     """
     module = str(getattr(getattr(hook, "func", hook), "__module__", ""))
     return module.startswith(("torch.distributed.fsdp", "deepspeed.runtime"))

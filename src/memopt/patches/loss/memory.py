@@ -1,4 +1,4 @@
-"""The memory of logits that were not computed: which of them are views of one another, and what fills it."""
+"""The memory of uncomputed logits: which logits are views of it, and how it is filled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Memory:
     """Memory that logits and all their views share, before it is allocated.
 
-    Logits without a graph hold this, and not those in a graph that they are a view of: they keep no graph alive.
+    A view without a graph holds this object instead of the logits with a graph, so that it keeps no graph alive.
     """
 
     def __init__(self, owner: LazyLogits) -> None:
@@ -31,19 +31,19 @@ class Memory:
         self.data: Tensor | None = None
 
     def settle(self) -> None:
-        """Know what fills this memory once its owner is gone."""
+        """Keep the owner's source without its graph, to fill this memory after the owner is gone."""
         owner = self.owner()
         if self.source is None and owner is not None:
             self.source = dataclasses.replace(owner.source, tracked=False, x=owner.source.x.detach())
 
     @property
     def is_alive(self) -> bool:
-        """Whether logits that fill this memory are, or whether it is filled."""
+        """Whether this memory is filled or its owner is alive, or the memory that it is computed from `is_alive`."""
         alive = self.owner() is not None or self.data is not None
         return alive or (self.origin is not None and self.origin.is_alive)
 
     def view(self, form: Tensor) -> Tensor:
-        """The part that is laid out as `form`: of the owner's true logits, and without a graph where it is gone."""
+        """The part with the layout of `form`, of the owner's true logits; without a graph if the owner is gone."""
         owner = self.owner()
         if owner is None and self.data is None:
             if self.step is not None and self.origin is not None and self.origin.is_alive:
@@ -62,6 +62,6 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def empty(shape: Sequence[int], like: Tensor | None = None) -> Tensor:
-    """The form of contiguous logits, or of a copy of what is laid out as `like`."""
+    """A form (meta tensor): contiguous of `shape`, or of a copy of a tensor with the form `like`."""
     with no_dispatch():
         return torch.empty(shape, device="meta") if like is None else torch.empty_like(like)

@@ -1,4 +1,4 @@
-"""The head that computes logits, made to return a tensor that stands for them (`lazy.py`)."""
+"""Patches the head that computes logits: its forward returns a tensor that stands for uncomputed logits (`lazy.py`)."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class LossRewrite:
-    """What a patched head knows."""
+    """The state of a patched head."""
 
     transposed: bool | None
     """As in `memopt.patches.loss.source.Head`."""
     inputs: int
-    """Width of its input."""
+    """Width of the head's input."""
     classes: int
     lean: bool
     """Whether a cross-entropy keeps the logits whole, in their own dtype."""
@@ -63,12 +63,12 @@ class LossRewrite:
 
 
 def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = False, room: int = 0) -> None:
-    """Let `module` return logits that are computed when somebody reads them whole.
+    """Let `module` return logits that are computed when a function reads all of them.
 
     Args:
-        module: what maps (..., `inputs`) to logits (..., `classes`).
-        lean: a cross-entropy keeps the logits whole, without an fp32 copy.
-        room: bytes that the loss may take beside the gradients of input and weight, where it would take less.
+        module: a module that maps (..., `inputs`) to logits (..., `classes`).
+        lean: whether a cross-entropy keeps the logits whole, without an fp32 copy.
+        room: bytes that the loss may take beside the gradients of input and weight, if more than by default.
 
     Raises:
         ValueError: the module cannot be swapped, or this PyTorch has no tensors without memory.
@@ -82,13 +82,13 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
 
 
 def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:
-    """The module whose output are the logits: `linear`, or one around it that trains more, as adapters do.
+    """Name of the module whose output is the logits: `linear`, or a module around it with trained adapters.
 
     Args:
-        modules: all of the model.
-        linear: name of the linear that contracts the head's weight.
-        around: names of modules that take its input, outermost first.
-        width: of that input.
+        modules: all modules of the model, by name.
+        linear: name of the linear that multiplies with the head's weight.
+        around: names of modules that take the linear's input, outermost first.
+        width: width of that input.
     """
     inner = {id(parameter) for parameter in modules[linear].parameters()}
     for name in around:
@@ -101,7 +101,7 @@ def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str]
 
 
 def replaced_forwards(model: nn.Module) -> Iterator[str]:
-    """Where a forward around patched heads comes from that was put in the place of a module's own, in words."""
+    """A sentence for each module around patched heads whose forward another library has replaced."""
     named = dict(model.named_modules())
     heads = [name for name, each in named.items() if is_swapped(each) and isinstance(swap_state(each), LossRewrite)]
     for name, module in named.items():
@@ -114,13 +114,13 @@ def replaced_forwards(model: nn.Module) -> Iterator[str]:
 
 
 def whole_logits(model: nn.Module) -> Iterator[str]:
-    """Which heads of `model` computed logits whole in a training step, and why, in words."""
+    """A sentence for each reason why a head of `model` computed its logits whole in a training step."""
     for name, module in model.named_modules():
         yield from (f"logits of {name} were computed whole, since {why}" for why in whole.get(module, ()))
 
 
 def say_who_computes_it(block: nn.Module) -> None:
-    """Warn of :func:`replaced_forwards` in the model that is running: trainers put theirs there after the patch."""
+    """Warn of :func:`replaced_forwards` in the running model: trainers may replace forwards after the patch."""
     model = ([block, *modules_that_run()])[-1]
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_rank() == 0:
@@ -128,10 +128,10 @@ def say_who_computes_it(block: nn.Module) -> None:
 
 
 def patch_that_contracts(module: nn.Module, inputs: int, classes: int, **options: Any) -> None:
-    """:func:`patch_head` of the module that contracts the head's weight. One with others inside may be a whole model.
+    """:func:`patch_head` of the module that multiplies with the head's weight, unless it may be a whole model.
 
     Raises:
-        ValueError: it does more than to map rows, or `patch_head` says why not.
+        ValueError: the module has children and does more than map rows, or `patch_head` refuses it.
     """
     parameter = next(module.parameters(), None)
     is_layer = next(module.children(), None) is None
@@ -152,7 +152,7 @@ def _is_by_rows(module: nn.Module, width: int, like: Tensor) -> bool:
     if not isinstance(together, Tensor) or together.dim() != 2 or len(together) != 3:
         return False
     if like.is_meta:
-        return True  # shapes are all there is
+        return True  # meta tensors have no values to compare
     # A product of one row may be summed in another order than one of three.
     bound = 64 * torch.finfo(together.dtype).eps * float(together.abs().max())
     return bool((together - torch.cat(alone)).abs().max() <= bound)
@@ -183,7 +183,7 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
             say_whole(module, why)
         return stock(module, *args, **kwargs)
     if transposed is not None and x.dtype != tensors[0].dtype and autocast_dtype(x) is None:
-        transposed = None  # its own forward casts, or says what is wrong
+        transposed = None  # its own forward casts, or raises the stock error
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
     read = None if records else Evaluation((x, *tensors))
     options = (rewrite.lean, gathers, rewrite.room, read)
@@ -198,9 +198,9 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
 
 
 def _is_large(rewrite: LossRewrite, x: Any) -> bool:
-    """Whether logits that nothing is recorded of take more than a loss in parts: several for each row of a batch.
+    """Whether logits of a call without gradients take more memory than a loss by chunks may.
 
-    What generates tokens reads the last ones, and calls the stock head.
+    False where each sequence has one position: generation, which reads these logits at once, calls the stock head.
     """
     if type(x) is not Tensor or x.dim() < 2 or (x.dim() > 2 and x.shape[-2] == 1) or rewrite.lean:
         return False
@@ -208,10 +208,10 @@ def _is_large(rewrite: LossRewrite, x: Any) -> bool:
 
 
 def _may_wait(rewrite: LossRewrite, module: nn.Module, x: Tensor) -> bool:
-    """Whether logits that nothing is recorded of will be the stock ones when somebody reads them later.
+    """Whether logits of a call without gradients can be computed later, with the stock head's result.
 
-    A head that is more than a linear may have switches (adapters) or random numbers. A graph that is captured has to
-    hold what is read. FSDP2 may take weights back at the end of the model's forward.
+    A head that is more than a linear may have switches (adapters) or draw random numbers. A CUDA graph under capture
+    has to contain the product. FSDP2 may reshard the weights at the end of the model's forward.
     """
     if rewrite.transposed is None or x.is_meta or is_partitioned(next(module.parameters())):
         return False
@@ -223,11 +223,11 @@ def _may_wait(rewrite: LossRewrite, module: nn.Module, x: Tensor) -> bool:
 
 
 def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequence[Tensor]) -> str:
-    """Why a chunk would not be computed as the whole; empty where it would.
+    """Why chunks of rows would not be computed as all rows together are; empty where they would.
 
-    Hooks of the module may gather its weights for this call alone, as those of sharded training do where they do not
-    leave them gathered. Under ZeRO-3's the chunks are computed in a call of the module. Hooks for all modules see the
-    tensor that stands for the logits.
+    Hooks of the module may gather its weights for this call alone: hooks of sharded training do, unless they leave the
+    weights gathered. With ZeRO-3's hooks the chunks are computed inside a call of the module. Global module hooks get
+    the tensor that stands for the logits.
     """
     if type(x) not in PLAIN_TYPES or x.dim() < 2 or not x.is_floating_point() or x.is_nested:
         return _NOT_ONE_TENSOR
@@ -239,7 +239,7 @@ def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequenc
         return "their head has hooks of its own"
     if module.training and any(is_dropout(child) and child.training and child.p for child in module.modules()):
         return "a dropout inside their head draws one mask for all rows"
-    # `torch.func.functional_call` lends weights for a call; FSDP1 makes them views of its own tensor.
+    # `torch.func.functional_call` lends weights for one call; FSDP1 replaces them by views of its own flat tensor.
     is_lent = rewrite.transposed is not None and module._parameters.get("weight") is None
     is_lent = is_lent or not all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
     if is_lent or any(type(tensor) not in PLAIN_TYPES for tensor in tensors):

@@ -1,7 +1,7 @@
-"""What may be done to logits that were not computed, without computing them.
+"""Operations on uncomputed logits that leave them uncomputed.
 
-Elementwise functions with numbers, tensors of one element or one number a column, casts, softmax: recorded, each row on
-its own. Views, slices and selections of the leading dimensions: done to the head's input instead, in the graph.
+Recorded, to run on each row: elementwise functions (with numbers, tensors of one element or of one element a column),
+casts, softmax. Applied to the head's input instead, in the graph: views, slices and selections of leading dimensions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def recorded(logits: LazyLogits, operation: Operation, dtype: torch.dtype, form:
 
 
 def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor], form: Tensor | None) -> Any:
-    """The rows `x` of `logits`; `step` moves the rows of their values likewise, and made `form` of theirs."""
+    """Logits of the rows `x` of the head's input; `step` makes their values from those of `logits`, with the `form`."""
     source = _untracked(logits.source)
     return stand_for(
         dataclasses.replace(
@@ -68,14 +68,14 @@ def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor], form:
 
 
 def _formed(function: Callable[..., Any], logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """What the stock function makes of the form of `logits`: a view or a copy, laid out as its result."""
+    """The form of the stock function's result, computed from the form of `logits`: a view of it, or a copy."""
     others = [leaf.form if isinstance(leaf, LazyLogits) else leaf for leaf in args]
     with torch.no_grad(), no_dispatch():
         return function(logits.form, *others, **kwargs)
 
 
 def _untracked(source: Source) -> Source:
-    """`source` as a function of PyTorch leaves it: without graph where none is recorded."""
+    """`source` for the result of a function of PyTorch: without a graph if gradients are off."""
     if source.tracked and not torch.is_grad_enabled():
         return dataclasses.replace(source, tracked=False, x=source.x.detach())
     return source
@@ -95,8 +95,8 @@ def _elementwise(function: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if not known or not all(_fits(each, first) for each in own):
         return NotImplemented
     if not first.source.tracked and torch.is_grad_enabled() and any(each.requires_grad for each in own):
-        return NotImplemented  # a graph begins here, as where a temperature is fitted to detached logits
-    # One form is the value of the step, two are read beside it.
+        return NotImplemented  # a graph begins here, e.g. a temperature that is fitted to detached logits
+    # One LazyLogits argument is the VALUE of the step; the step reads two of them as Beside.
     forms = iter([VALUE] if len(logits) == 1 else map(Beside, range(len(own), len(own) + len(logits))))
     tensors = map(Beside, range(len(own)))
     placed = [
@@ -113,7 +113,7 @@ def _elementwise(function: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_two(logits: list[LazyLogits], operation: Operation) -> Any:
-    """A function of two forms of the same rows, as in p * log p."""
+    """An elementwise function of two logits of the same rows, with different operations, as in p * log p."""
     one, *others = (each.source for each in logits)
     if any((other.rows, other.width, other.tracked) != (one.rows, one.width, one.tracked) for other in others):
         return NotImplemented
@@ -130,7 +130,7 @@ def _of_two(logits: list[LazyLogits], operation: Operation) -> Any:
 
 
 def _fits(value: Tensor, logits: LazyLogits) -> bool:
-    """Whether `value` has one element, or one for each column, stays, and leaves shape and device as they are."""
+    """Whether `value` has one element or one a column, is not partitioned, and keeps the logits' shape and device."""
     if type(value) not in PLAIN_TYPES or value.dim() > logits.dim() or is_partitioned(value):
         return False
     if value.device != logits.device and (value.dim() or value.device.type != "cpu"):
@@ -139,7 +139,7 @@ def _fits(value: Tensor, logits: LazyLogits) -> bool:
 
 
 def _one_of(function: Callable[[Tensor], Tensor], logits: LazyLogits) -> Tensor:
-    """What it makes of one element."""
+    """The result of `function` for one element."""
     with torch.no_grad():
         return function(torch.zeros((1,) * logits.dim(), dtype=logits.dtype, device=logits.device))
 
@@ -177,7 +177,7 @@ def _cast(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _moved_to(device: torch.device, logits: LazyLogits, dtype: torch.dtype) -> Any:
-    """`logits` on another device, in `dtype`: what reads them there is computed where their head is."""
+    """`logits` on another device, in `dtype`; functions that read them there still run on the head's device."""
     source = _untracked(logits.source)
     home: Any = stand_for(dataclasses.replace(source, device=None), logits, lambda y: y.to(source.x.device)).to(dtype)
     if device == source.x.device or not isinstance(home, LazyLogits):
@@ -210,7 +210,7 @@ def is_last(dim: Any, logits: LazyLogits) -> bool:
 
 @handles("__setitem__")
 def _set(function: Any, name: str, logits: Any, index: Any, value: Any) -> Any:
-    """Columns set to a number, as where tokens are forbidden: the same logits, after one more operation."""
+    """Sets columns to a number in place, e.g. to forbid tokens: `logits` get one more operation."""
     *rows, columns = index if isinstance(index, tuple) else (index,)
     if not isinstance(logits, LazyLogits) or not isinstance(value, Number) or not _all_rows(rows, logits.dim() - 1):
         return NotImplemented
@@ -236,7 +236,7 @@ def _all_rows(index: list[Any], dimensions: int) -> bool:
 
 
 def _is_alone(logits: LazyLogits) -> bool:
-    """Whether these are the head's own output, of which nothing else was made: nobody else sees a change in place."""
+    """Whether these are the head's own output and no other logits were made from them, to share a change in place."""
     made = logits.made is not None or bool(logits.source.fetches)
     return not made and [id(member) for member in logits.family] == [id(logits)]
 
@@ -268,7 +268,7 @@ def _reshape(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -
     try:
         form = _formed(function, logits, *args, **kwargs)
     except (RuntimeError, TypeError, IndexError):
-        return NotImplemented  # the stock function says what is wrong
+        return NotImplemented  # the stock function raises the right error
     if form is logits.form:
         return logits
     if not form.dim() or form.shape[-1] != logits.form.shape[-1]:
@@ -288,7 +288,7 @@ def _move(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> A
             wider = function(torch.empty(1, device="meta").expand(*leading, width + 1), *args, **kwargs)
     except (RuntimeError, TypeError, IndexError):
         return NotImplemented
-    # What touches the last dimension shows in what becomes of two widths.
+    # Compare results for two widths: a result whose last size is not that width shows that the last dimension changed.
     for columns, result in ((width, forms), (width + 1, wider)):
         parts: Iterable[Tensor] = result if isinstance(result, (tuple, list)) else [result]
         if any(not part.dim() or part.shape[-1] != columns for part in parts):
@@ -322,13 +322,13 @@ def _select(function: Any, name: str, logits: Any, index: Any) -> Any:
     if copies and not logits.form.is_contiguous():
         return NotImplemented
     x = logits.source.x[chosen]
-    # Numbers and slices choose a view, other tensors a copy.
+    # Numbers and slices select a view, other tensors a copy.
     form = empty((*x.shape[:-1], width)) if copies else _formed(function, logits, chosen)
     return moved(logits, x, lambda y: y[chosen], form)
 
 
 def _narrowed(function: Any, logits: LazyLogits, rows: list[Any], count: int) -> Any:
-    """The first `count` columns of all rows, as where a vocabulary is padded: those of a head with fewer classes."""
+    """The first `count` columns of all rows (of a padded vocabulary): the logits of a head with fewer classes."""
     source = _untracked(logits.source)
     if not count or not _all_rows(rows, logits.dim() - 1):
         return NotImplemented
@@ -340,7 +340,7 @@ def _narrowed(function: Any, logits: LazyLogits, rows: list[Any], count: int) ->
 
 
 def _number(part: Any) -> Any:
-    """A number in a tensor chooses as a number does."""
+    """A 0-dimensional integer tensor as an int, which selects the same; any other part as it is."""
     return int(part) if type(part) is Tensor and not part.dim() and part.dtype in _INTEGERS else part
 
 

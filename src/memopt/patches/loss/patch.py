@@ -1,4 +1,4 @@
-"""The loss over the vocabulary, computed without the logits ever being whole."""
+"""The loss over the vocabulary, computed without all logits in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LossRules(Rules):
     method: Literal["none", "chunked", "lean"] = "none"
     """``chunked``: a part of the logits at a time. ``lean``: all logits in their own dtype, without an fp32 copy."""
     room: int = Field(default=0, ge=0)
-    """MiB that it may take beside the gradients of the head's input and weight, where it would take less."""
+    """MiB that the loss may take beside the gradients of the head's input and weight, if more than by default."""
 
 
 class LossPatch(Patch, Levels, Checks, Reports):

@@ -1,6 +1,6 @@
-"""Functions that make a few numbers of each row of logits: cross-entropy, the likeliest token, entropy.
+"""Functions that compute a few numbers from each row of logits: cross-entropy, the likeliest token, entropy.
 
-They run by chunks, so the logits are never whole.
+They run by chunks, so that all logits are never in memory at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _cross_entropy(
     if not soft and target.dtype != torch.long:
         return NotImplemented
     if not 0.0 <= label_smoothing <= 1.0:
-        return NotImplemented  # the stock function says what is wrong
+        return NotImplemented  # the stock function raises the right error
     arguments = LossArguments(weight, label_smoothing, ignore_index)
     dtype = _dtype_of_loss(logits.dtype, autocast_dtype(logits), logits.device)
     loss: Tensor = logits.source.in_call(lambda source: _loss(source, target, arguments, reduction))
@@ -80,7 +80,7 @@ def _loss(source: Source, target: Tensor, arguments: LossArguments, reduction: s
     else:
         wide = accumulation_dtype(source.dtype)
         divisor = weight_of_all(target, arguments, wide) if reduction == "mean" else source.x.new_ones((), dtype=wide)
-        # Ignored rows never reach the head. How many they are a GPU would have to be waited for: there they count 0.
+        # Drop ignored rows before the head. Not on a GPU, where counting them would synchronise: there their loss is 0.
         kept = None if is_on_gpu(source.x) else _counted(target, arguments.ignore_index)
         count, source = len(target), _before_the_loss(source)
         if kept is not None:
@@ -98,7 +98,7 @@ def _loss(source: Source, target: Tensor, arguments: LossArguments, reduction: s
 
 
 def _before_the_loss(source: Source) -> Source:
-    """`source` without what changes nothing: the loss is computed in fp32 whatever the logits are."""
+    """`source` without operations at its end that do not change the loss: a log_softmax, casts to a wider dtype."""
     operations = list(source.operations)
     if _ends_in_log_softmax(source):
         operations.pop()
@@ -121,7 +121,7 @@ def _by_rows(source: Source, target: Tensor, arguments: LossArguments) -> Tensor
         options: Any = {**vars(arguments), "reduction": "none"}
         return (lean_cross_entropy(y, t, **options),)
 
-    # Of a class, where nothing was done to the logits, a logit and its gradient are all that lives.
+    # For class targets without operations, memory holds only a logit and its gradient.
     narrow = not target.is_floating_point() and not source.operations
     of_logit = 2 * (source.head.autocast or source.x.dtype).itemsize if narrow else LOGIT_BYTES
     return by_rows(source, finish, (target,), of_logit)[0]
@@ -132,9 +132,9 @@ def _ends_in_log_softmax(source: Source) -> bool:
 
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor | None:
-    """Indices of the rows that are not ignored; None for all, or where it cannot be known."""
+    """Indices of the rows that are not ignored; None if all rows count, or if the target cannot be read."""
     values = known_values(target)
-    if values is not None:  # in a trace: how many there are
+    if values is not None:  # in a trace, which needs only the number of indices
         with no_dispatch():
             count = int((values != ignore_index).sum())
         kept = target.new_empty(count, 1)
@@ -146,7 +146,7 @@ def _counted(target: Tensor, ignore_index: int) -> Tensor | None:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether how many rows are ignored can be known: not of fake tensors, nor while a graph is captured."""
+    """Whether the values can be read: not of meta or fake tensors, nor during the capture of a CUDA graph."""
     if tensor.is_meta or type(tensor) is not Tensor:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -154,8 +154,8 @@ def _has_values(tensor: Tensor) -> bool:
 
 @functools.cache
 def _dtype_of_loss(dtype: torch.dtype, autocast: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """That of the stock loss: autocast computes it in fp32."""
-    with torch.no_grad(), no_dispatch():  # a mode that counts what a step allocates would see the first step differ
+    """The dtype of the stock loss: autocast computes it in fp32."""
+    with torch.no_grad(), no_dispatch():  # hidden from modes that count allocations: only the first step computes it
         target = torch.zeros(1, dtype=torch.long, device=device)
         return F.cross_entropy(torch.zeros((1, 2), dtype=dtype, device=device), target).dtype
 
@@ -183,7 +183,7 @@ def _reduction(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any)
         given["dim"] = -1
     if not is_last(dim, logits):
         return NotImplemented
-    # An index for each row; no other tensor.
+    # Accept only tensors with one row for each row of the logits, e.g. indices.
     tensors = [value for value in (*args, *given.values()) if isinstance(value, Tensor)]
     *leading, _ = logits.shape
     if any(list(value.shape[:-1]) != leading or isinstance(value, LazyLogits) for value in tensors):

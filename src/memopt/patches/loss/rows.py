@@ -1,9 +1,9 @@
-"""Results of a few numbers a row, by chunks of rows: no more logits than those of one chunk are in memory.
+"""Functions that return a few numbers a row, by chunks of rows: memory holds the logits of one chunk at a time.
 
     forward     y = ops(head(x_chunk)),  results = finish(y)             nothing of a chunk is saved
     backward    y is computed again a chunk at a time, dx and the gradients of the head's parameters by its own graph
 
-For any head (adapters, quantised weights) and any such function. A plain linear with a cross-entropy: `blocks.py`.
+For any head (adapters, quantised weights) and any such function. `plain.py` has the cross-entropy of a plain linear.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from memopt.kernels.base.precision import accumulation_dtype
 from memopt.patches.loss.source import Source, as_leaf
 from memopt.torch_compat import FakeTensor
 
-#: Bytes of one chunk: as many as the head's input takes, so that the loss never takes more than one more activation,
-#: but not so few that a product has hardly any rows.
+#: Least bytes of a chunk. A chunk takes as many bytes as the head's input, so that the loss takes no more than one more
+#: activation; with fewer bytes than these, a product would have hardly any rows.
 SMALLEST_CHUNK = 2**23
-#: On a GPU: so many that launches take less time than products, as far as a block's backward takes as many. Where an
-#: MLP is four times as wide as x, its recomputed hidden activation and the gradient of that take 8 times x.
+#: On a GPU a chunk takes up to GPU_CHUNK bytes, so that products take longer than launches, but at most ACTIVATIONS
+#: times x. A block's backward takes as much: an MLP 4 times as wide as x recomputes its activation, and has a gradient.
 GPU_CHUNK, ACTIVATIONS = 2**27, 8
-#: Rows or columns of a tile of a product, on a GPU: of a part of a tile all is computed.
+#: Rows or columns of a tile of a product on a GPU, which computes whole tiles only.
 TILE = 256
-#: A logit of a chunk: itself, its exponential and its gradient, in fp32 at most.
+#: Bytes for a logit of a chunk, its exponential and its gradient, in fp32 at most.
 LOGIT_BYTES = 12
 
 #: (logits of a chunk, a chunk of each argument) -> results with as many rows
@@ -50,20 +50,20 @@ def fits(x: Tensor, width: int, room: int) -> bool:
 
 
 def is_on_gpu(x: Tensor) -> bool:
-    """Whether `x` lies there, or is a fake tensor that stands for one that does."""
+    """Whether `x` is on a GPU, or is a fake tensor for one on a GPU."""
     return x.is_cuda or (isinstance(x, FakeTensor) and runs_triton(x))
 
 
 def in_tiles(count: int) -> int:
-    """At most `count` rows or columns, in whole tiles, or in parts of one that are powers of two."""
+    """`count` rows or columns, rounded down to whole tiles, or to a power of two below one tile; 1 at least."""
     tile = min(TILE, 1 << max(1, count).bit_length() - 1)
     return max(1, count // tile * tile)
 
 
 def product_rows(source: Source) -> int:
-    """How many rows the product has from which numbers of logits are handed out, or all of the call, if they are fewer.
+    """Rows of every product whose numbers the user gets (`Source.product_rows`); all rows of the call if fewer.
 
-    A product of other shape may round otherwise. Of one shape it rounds each row alike, wherever that row stands.
+    Products of different shapes may round differently. Products of one shape round a row alike, wherever it stands.
     """
     room = max(chunk_bytes(source.x), source.head.room)
     most = TILE if is_on_gpu(source.x) else TILE // 2
@@ -80,8 +80,8 @@ def by_rows(
         source: what the logits are computed from.
         finish: a function of rows that does not mix them.
         arguments: tensors of which a chunk of rows is passed to `finish`; no gradient flows to them.
-        logit_bytes: what a logit takes, `finish` and its backward included.
-        rows: how many a product has, where the results may be compared with other logits of the same call.
+        logit_bytes: bytes that a logit takes, with `finish` and its backward.
+        rows: rows of every product, if results may be compared with other logits of the same call; 0: any number.
     """
     if source.head.gathers:
         return source.in_call(lambda inside: by_rows(inside, finish, arguments, logit_bytes, rows=rows))
@@ -99,10 +99,10 @@ class _Plan:
     source: Source
     finish: Finish
     count: int
-    """Of arguments."""
+    """The number of arguments."""
     logit_bytes: int
     rows: int
-    """Of every product, if any number is."""
+    """Rows of every product; 0: any number."""
 
     def chunks(self, x: Tensor, arguments: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
         room = max(chunk_bytes(x), self.source.head.room)
@@ -145,7 +145,7 @@ class _RowsFunction(DirectFunction):
         dx = torch.empty_like(x) if wanted else None
         sums = [torch.zeros_like(tensor, dtype=accumulation_dtype(tensor.dtype)) for tensor in tensors]
         for part, rows, given in plan.chunks(x, arguments):
-            # Whoever watches saved tensors outside (checkpointing, offloading) has to see none of a chunk.
+            # Foreign saved-tensor hooks (checkpointing, offloading) must not get the saved tensors of a chunk.
             with torch.enable_grad(), saved_tensors_hooks(itself, itself):
                 leaf = rows.detach().requires_grad_(wanted)
                 results = plan.finish(source.values(leaf, plan.rows), *given)

@@ -1,6 +1,6 @@
-"""What logits are computed from: a call of the head, its input, and what was done to the logits since.
+"""The source of uncomputed logits: a call of the head, its input, and the operations on the logits since.
 
-And what computed them whole in a training step, said once a place.
+Also the warnings, one for each place, about code that makes a training step compute its logits whole.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from memopt.kernels.base.autograd import autocast_as
 from memopt.recompute.expression import Step, after
 from memopt.torch_compat import FakeTensor, storage_id
 
-#: Of each tensor: how often it was changed in place, and its storage.
+#: For each tensor its version (the number of changes in place) and its storage.
 Versions = tuple[tuple[int, int], ...]
 PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 T = TypeVar("T")
-#: Head -> why its logits were computed whole in a training step.
+#: Head -> reasons why its logits were computed whole in a training step.
 whole: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """What was done to logits, on any number of their rows."""
+    """An operation on logits, which can run on any number of their rows."""
 
     name: str
     """For the user: "scale 0.25"."""
     step: Step
-    """From the logits; beside them it reads `own`, then what `forms` makes of them."""
+    """Applied to the logits; beside them it reads `own`, then the results of the operations `forms` on the logits."""
     own: tuple[Tensor, ...] = ()
-    """Of one element, or of one for each column."""
+    """Tensors of one element, or of one element for each column."""
     forms: tuple[tuple[Operation, ...], ...] = ()
     by_column: bool = True
-    """Whether columns do not mix either."""
+    """Whether the operation mixes no columns, just as it mixes no rows."""
     casts_up: bool = False
-    """Whether it does nothing but to widen the dtype."""
+    """Whether the operation is only a cast to a wider dtype."""
     narrows: bool = False
-    """Whether it does nothing but to leave columns out behind the first ones."""
+    """Whether the operation only takes the first columns."""
     versions: Versions = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,11 +58,11 @@ class Operation:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that it reads, beside the logits."""
+        """All tensors that the operation reads beside the logits."""
         return (*self.own, *(tensor for form in self.forms for each in form for tensor in each.tensors))
 
     def reading(self, of: Callable[[Tensor], Tensor]) -> Operation:
-        """The same with ``of(tensor)`` in the place of each of `tensors`."""
+        """This operation with ``of(tensor)`` in the place of each of `tensors`."""
         forms = tuple(tuple(each.reading(of) for each in form) for form in self.forms)
         return dataclasses.replace(self, own=tuple(map(of, self.own)), forms=forms)
 
@@ -71,30 +71,30 @@ class Operation:
         return self.of(logits, [run(form, logits, columns) for form in self.forms], columns)
 
     def of(self, logits: Tensor, forms: Sequence[Tensor] = (), columns: slice | None = None) -> Tensor:
-        """Its step from `logits`, where `forms` are already computed."""
+        """`logits` after this operation, given the computed results of its `forms`."""
         if self.narrows and columns is not None:
-            return logits  # of columns that it leaves
+            return logits  # the slice has only columns that remain
         own = [each if columns is None or each.numel() == 1 else each[columns] for each in self.own]
         return after(logits, (self.step,), [*own, *forms])
 
 
 def run(operations: Iterable[Operation], logits: Tensor, columns: slice | None = None) -> Tensor:
-    """`logits` after these operations. A caller that names them holds them meanwhile."""
+    """`logits` after these operations. A caller's variable for `logits` keeps them alive meanwhile."""
     for operation in operations:
         logits = operation.run(logits, columns)
     return logits
 
 
 def tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
-    """Its parameters and buffers."""
+    """Parameters and buffers of the module."""
     return tuple(chain(module.parameters(), module.buffers()))
 
 
 class Evaluation:
-    """What a call without gradients read: whoever reads its logits later gets the stock ones, or an error.
+    """The tensors that a call without gradients read. If they change, its logits can no longer be computed: an error.
 
-    No version counter tells that weights were exchanged through ``.data``, as averaged weights often are, or that a
-    tensor of inference mode was written to. A few numbers of each tensor do.
+    Version counters do not count an exchange of weights through ``.data`` (averaged weights) or a write to a tensor of
+    inference mode. So this compares a few numbers of each tensor.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -119,19 +119,19 @@ class Head:
     module: nn.Module
     stock: Callable[..., Tensor]
     transposed: bool | None
-    """For x W^T + b: whether its weight is stored as (in, out). None for any other function."""
+    """For a head x W^T + b, whether its weight is stored as (in, out). None for any other head."""
     autocast: torch.dtype | None
     tensors: tuple[Tensor, ...]
-    """Its parameters and buffers."""
+    """Parameters and buffers of the head."""
     versions: Versions
     lean: bool = False
     """Whether a cross-entropy keeps the logits whole, in their own dtype."""
     gathers: bool = False
-    """Whether its weights are whole in its calls alone."""
+    """Whether the weights are whole only inside calls of the head (ZeRO-3)."""
     room: int = 0
-    """Bytes that its loss may take beside the gradients of `x` and of the weight, at least."""
+    """Bytes that the loss may take beside the gradients of `x` and of the weight, at least."""
     evaluation: Evaluation | None = None
-    """Of a call without gradients, whose logits are the stock ones to whoever reads them."""
+    """For a call without gradients, the tensors that it read; else None."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -146,7 +146,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What logits are computed from."""
+    """The call, the input and the operations that logits are computed from."""
 
     head: Head
     x: Tensor
@@ -157,25 +157,25 @@ class Source:
     """Whether the logits require gradients."""
     operations: tuple[Operation, ...] = ()
     versions: Versions = ()
-    """Of `x`."""
+    """Versions of `x`."""
     rows: object = field(default_factory=object)
-    """The same for logits of the same rows."""
+    """An object that all logits of the same rows share."""
     family: list[weakref.ref[Any]] = field(default_factory=list)
     """All logits of one call of the head, as far as they are alive."""
     losses: list[str] = field(default_factory=list)
-    """Functions whose gradients come past the logits of that call."""
+    """Functions that read logits of that call by chunks; their gradients do not pass through the logits."""
     product_rows: int = 1
-    """Of each product from which numbers of these logits are handed out."""
+    """Rows of each product whose numbers the user gets (`memopt.patches.loss.rows.product_rows`)."""
     read: list[str] = field(default_factory=list)
-    """Functions to which such numbers were handed out: whoever computes these logits has to find the same ones."""
+    """Functions that returned such numbers; the logits, if computed later, must have the same numbers."""
     moments: dict[int, Callable[[Tensor], Any]] = field(default_factory=OrderedDict)
-    """Hooks that wait for the moment when backward reaches these logits, whatever their gradient is."""
+    """Tensor hooks to run when backward reaches these logits, whatever their gradient is."""
     device: torch.device | None = None
-    """To which the logits were moved; None where that is the head's."""
+    """The device to which the logits were moved; None for the head's device."""
     product_width: int = 0
     """Columns of the head's product: more than `width` where some of them were left out."""
     fetches: tuple[Callable[[Tensor], Any], ...] = ()
-    """Such hooks of the modules that returned these logits, the outermost first."""
+    """Hooks that fetch ZeRO-3 weights of the modules that returned these logits, outermost module first."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -183,13 +183,13 @@ class Source:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those in the graph, beside `x`."""
+        """The tensors in the graph, beside `x`."""
         found = (*self.head.tensors, *(t for operation in self.operations for t in operation.tensors))
         return distinct(tensor for tensor in found if tensor.requires_grad)
 
     @functools.cached_property
     def cut(self) -> Source:
-        """The same with operations whose tensors in the graph are leaves: no gradient of one includes another's."""
+        """This source with a leaf for each operation's tensor in the graph: no gradient then includes another's."""
         leaves: dict[int, Tensor] = {}
 
         def leaf(tensor: Tensor) -> Tensor:
@@ -197,19 +197,19 @@ class Source:
                 return tensor
             return leaves.setdefault(id(tensor), as_leaf(tensor))
 
-        # Never `self`: to cache that would be a cycle, which holds `x` until garbage is collected.
+        # Never return `self`: the cached reference would be a cycle, which holds `x` until garbage is collected.
         return dataclasses.replace(self, operations=tuple(operation.reading(leaf) for operation in self.operations))
 
     @property
     def without_rows(self) -> Source:
-        """What a backward may hold beside its saved tensors."""
+        """This source without `x` and `family`, for a backward that saves x as a tensor."""
         return dataclasses.replace(self, x=(nothing := torch.empty(0)), versions=versions_of((nothing,)), family=[])
 
     def values(self, x: Tensor, rows: int = 0) -> Tensor:
         """The logits of the rows `x`, (..., in).
 
         Args:
-            rows: of the product, of which `x`, (n, in), then are the first ones.
+            rows: rows of the product; `x`, (n, in), are the first ones, zeros the rest. 0: rows of `x`.
         """
         count = len(x)
         return run(
@@ -218,9 +218,9 @@ class Source:
         )
 
     def in_call(self, function: Callable[[Source], T]) -> T:
-        """``function(self)`` where the head's weights are whole: inside a call of the head, if they are so there alone.
+        """``function(self)`` where the head's weights are whole: inside a call of the head, if `head.gathers`.
 
-        The hooks by which ZeRO-3 gathers weights then see in `x` and in the result an input and an output of the head.
+        The hooks by which ZeRO-3 gathers weights then get `x` as the head's input and the result as its output.
         """
         if not self.head.gathers:
             return function(self)
@@ -258,17 +258,17 @@ class Source:
         return y
 
     def pass_moments_to(self, tensor: Tensor) -> None:
-        """Let backward come to `moments` when it reaches `tensor`, which was made from these logits."""
+        """Register `moments` and `fetches` as hooks of `tensor`, which was computed from these logits."""
         for hook in (*self.moments.values(), *self.fetches) if tensor.requires_grad else ():
             tensor.register_hook(hook)
 
     def check(self, *, values: bool = False) -> None:
         """
         Args:
-            values: a call without gradients is looked at more closely, for which a GPU is waited for.
+            values: also compare numbers of the tensors of a call without gradients, which synchronises a GPU.
 
         Raises:
-            RuntimeError: what the logits are computed from was changed in place.
+            RuntimeError: a tensor from which the logits are computed was changed in place or replaced.
         """
         for operation in self.operations:
             if versions_of(operation.tensors) != operation.versions:
@@ -290,10 +290,10 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Inside:
-    """What a head that is called with it runs in the place of its forward."""
+    """A second argument for a head's call: the head runs `function` in the place of its forward."""
 
     function: Callable[[Tensor], Any]
-    """Of the head's input, as its hooks have passed it on."""
+    """Called with the head's input, as its hooks have passed it on."""
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
@@ -302,12 +302,12 @@ def as_leaf(tensor: Tensor) -> Tensor:
 
 
 def distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Each once: the gradient of a tensor that is read twice is already that of both."""
+    """Each tensor once: autograd's gradient of a tensor that is read twice already sums both reads."""
     return tuple({id(tensor): tensor for tensor in tensors}.values())
 
 
 def versions_of(tensors: Iterable[Tensor]) -> Versions:
-    """How often each was changed in place, and its storage: no version counter counts an exchange of ``.data``."""
+    """Version and storage of each tensor; the storage, since versions do not count an exchange of ``.data``."""
     return tuple(
         (version_of_partitioned(), 0)
         if is_partitioned(tensor)

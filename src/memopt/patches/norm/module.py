@@ -1,6 +1,6 @@
-"""Norm modules that save x_hat instead of their input; the linears behind them share it.
+"""Norm modules that save x_hat instead of their input; the linears that read the norm save the same storage.
 
-A norm whose affine was folded into the next linears holds an identity affine; its weight and bias become persistent
+A norm whose affine was folded into the next linears has an identity affine. Its weight and bias become persistent
 buffers, so they keep their names in every saved checkpoint and are neither trained nor decayed.
 """
 
@@ -30,9 +30,9 @@ from memopt.patches.swap import (
 )
 from memopt.walk.sites import NormSite
 
-#: Width at which a norm that takes any is compared with the stock module.
+#: Width for the comparison of the formula with a stock module whose width is unknown.
 _ANY_WIDTH = 64
-#: RMS error up to which a module computes the formula, in roundings of its output; stock ones need fewer.
+#: Largest RMS error of a stock module against the formula, in roundings of its output; real norms stay below it.
 _STOCK_ROUNDINGS = 16
 
 
@@ -47,7 +47,7 @@ class NormRewrite(Rewrite):
     """All readers that the walk saw are linears: under autocast they share one cast of the output."""
     frozen: Frozen = ()
     dtypes: dict[object, torch.dtype | None] = field(default_factory=dict, compare=False, repr=False)
-    """(dtypes of the tensors and of autocast, device) -> dtype of the stock module's output, None if it has none."""
+    """(dtypes of the tensors and of autocast, is CUDA) -> dtype of the stock module's output, None if it raises."""
 
     def undo(self, module: nn.Module) -> None:
         thaw(module, self.frozen)
@@ -75,14 +75,14 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
 
 
 def _reads(module: nn.Module, rewrite: NormRewrite, width: int) -> Reads:
-    """An affine that was folded away is not looked at again: its values are among what is read."""
+    """The values that the stock forward reads: weight and bias are among them only if they were folded away."""
     names = [name for name in (rewrite.weight, rewrite.bias) if name is not None]
     x = torch.ones(2, width, device="cpu") if not names else torch.ones_like(getattr(module, names[0])).expand(2, -1)
     return observed_reads(module, lambda alone: alone.forward(x), fresh=() if rewrite.frozen else names)
 
 
 def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
-    """``module(a + b)``, without the sum where `module` is patched and a kernel can read both of its terms."""
+    """``module(a + b)``; if `module` is patched, its norm operator reads both terms instead of their sum."""
     rewrite = swap_state(module) if is_swapped(module) else None
     call = None
     if isinstance(rewrite, NormRewrite) and _are_alike(a, b) and not is_watched(module) and is_as_patched(module):
@@ -109,7 +109,7 @@ _Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype, 
 
 
 def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | None:
-    """What `ms_norm` is called with, beside its input, which is the sum of `terms`; None if `module` has to run."""
+    """Arguments of `ms_norm` beside its input, which is the sum of `terms`; None if the stock forward has to run."""
     x = terms[0]
     weight = None if rewrite.weight is None else _parameter(module, rewrite.weight)
     bias = None if rewrite.bias is None else _parameter(module, rewrite.bias)
@@ -149,14 +149,14 @@ def _dtype_under_autocast(
             with torch.no_grad():
                 row = x.new_zeros((1,) * (x.dim() - 1) + (x.size(-1),))
                 rewrite.dtypes[form] = original_class(module).forward(module, row).dtype
-        except Exception:  # the forward of somebody else's raises, and so it does for x
+        except Exception:  # the stock forward raises for a row of zeros, so it is left to raise for x
             rewrite.dtypes[form] = None
     return rewrite.dtypes[form]
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:
     parameter = module._parameters.get(name)
-    if parameter is None:  # a buffer, computed from something else, or taken away
+    if parameter is None:  # a buffer, a computed attribute, or missing
         computed: Tensor | None = getattr(module, name, None)
         return computed
     return parameter
@@ -164,14 +164,14 @@ def _parameter(module: nn.Module, name: str) -> Tensor | None:
 
 @torch.no_grad()
 def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | None, hidden_size: int) -> None:
-    """Compare with the module itself on its own weights; both errors are taken against the formula in fp64."""
+    """Compare memopt's norm with the stock module, on its own weights, by their errors against the formula in fp64."""
     parameter = next(module.parameters(), None)
     dtype, device = (parameter.dtype, parameter.device) if parameter is not None else (torch.float32, "cpu")
     if parameter is not None and (parameter.is_meta or type(parameter.data) is not Tensor):
         return
     generator = torch.Generator().manual_seed(0)
     spec = replace(spec, eps=spec.eps_in(dtype))
-    # Two rows of size one, and two so small that half of what is under the root is eps.
+    # Two rows of ordinary size, and two so small that eps is half of the sum under the root.
     small = math.sqrt(spec.eps_in(dtype)) / 3 or 1.0
     scale = torch.tensor([[1.0], [1.0], [small], [small]], dtype=torch.float64)
     x = torch.randn(4, hidden_size, generator=generator, dtype=torch.float64) * 3 + 0.5
@@ -179,7 +179,7 @@ def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | No
     gamma, beta = (None if name is None else getattr(module, name) for name in (weight, bias))
     exact = normalize(x.double(), spec)[0]
     truth = _double_affine(exact, gamma, beta, spec)
-    # The terms of the sum, without signs: what cancels in y does not cancel in its error.
+    # The absolute terms of y: the terms may cancel in y, but their roundings do not.
     terms = _double_affine(
         exact.abs(), None if gamma is None else gamma.abs(), None if beta is None else beta.abs(), spec
     )
@@ -189,15 +189,15 @@ def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | No
     rounding = torch.finfo(stock.dtype).eps * terms + torch.finfo(accumulation_dtype(dtype)).tiny
     stock_error = ((stock.double() - truth).abs() / rounding).max()
     our_error = ((ours.double() - truth).abs() / rounding).max()
-    # The module itself is off by its roundings only: in fp64 by those of fp32, since many upcast "to float32" inside.
-    # A wrong eps moves the small rows, by up to 64 roundings of bf16.
+    # A stock norm differs from the formula by roundings only: in fp64 by roundings of fp32, since many norms cast to
+    # float32 inside. A wrong eps changes the small rows, by up to 64 roundings of bf16.
     step = max(torch.finfo(stock.dtype).eps, torch.finfo(torch.float32).eps)
     for rows in (slice(2), slice(2, 4)):
         size = step * terms[rows].square().mean().sqrt()
         off = float((stock.double() - truth)[rows].square().mean().sqrt() / size)
         if not off <= _STOCK_ROUNDINGS:
             raise ValueError(f"it does not compute the norm that its site describes (off by {off:.1f} roundings)")
-    # Two roundings (x_hat and the product) are the family's own; the stock module's error bounds the rest.
+    # Two roundings (of x_hat and of the product) are inherent to saving x_hat; twice the stock error may be added.
     if not our_error <= 2 * stock_error + 2:
         raise ValueError(f"its norm is less exact here than the stock one (error {float(our_error):.1f} roundings)")
 

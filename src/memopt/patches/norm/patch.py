@@ -1,4 +1,4 @@
-"""Norms that save x_hat instead of their input; the linears behind them save the same storage."""
+"""Norms that save x_hat instead of their input; the linears that read the norm save the same storage."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class NormRules(Rules):
     key = "norms"
 
     method: Literal["share", "none"] = "share"
-    """``share``: keep the normalised x_hat, one storage for the norm and every linear that reads it."""
+    """``share``: save the normalised x_hat, one storage for the norm and every linear that reads it."""
     fold: Literal["auto", "none"] = "auto"
-    """``auto``: fold the affine into the next linears if that is proved."""
+    """``auto``: fold the affine into the next linears if the fold is proved not to change the logits."""
     hidden_states: Literal["keep", "change"] = "keep"
     """``change``: also fold if that changes a hidden state that the model or an inner model returns; logits never
     change."""
@@ -57,7 +57,7 @@ class NormPatch(Patch, Checks):
     rules = NormRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, NormSite | str]]:
-        """Norms, and the reasons why similar modules are none."""
+        """Norms; and modules that resemble norms, each with the reason why it is left alone."""
         yield from ((norm.name, norm) for norm in sites.norms)
         yield from ((name, reason) for name, reason in sites.skipped if reason != BATCH_STATISTICS)
 

@@ -1,4 +1,4 @@
-"""Modules without a formula of ours (gated norms, activations with parameters, ...) that keep their inputs only."""
+"""Modules without a formula in memopt (gated norms, activations with parameters, ...) that save only their inputs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from memopt.walk.sites import NormSite
 
 @dataclass(frozen=True)
 class ReplayRewrite(Rewrite):
-    """What a replayed module knows."""
+    """State of a replayed module."""
 
     parameters: tuple[str, ...]
-    """Names of those of its own: a tool that computes one from something else takes it out of them."""
+    """Names of its own parameters when it was patched. A tool that computes one from others removes it."""
     frozen: Frozen = ()
 
     def undo(self, module: nn.Module) -> None:
@@ -30,12 +30,12 @@ class ReplayRewrite(Rewrite):
 
 
 def patch_replay(module: nn.Module, norm: NormSite | None = None, *, folded: bool = False) -> None:
-    """Make `module` keep its inputs for backward and run its own forward again.
+    """Make `module` save its inputs for backward and run its own forward again.
 
     Args:
-        module: it has been seen to give the same when it is run again; its parameters are few numbers.
-        norm: what it is, if it is a norm.
-        folded: whether the affine of the norm has been folded away.
+        module: a module that was found to repeat its output when it runs again, with small parameters.
+        norm: its site, if it is a norm.
+        folded: whether the affine of the norm is folded into other weights.
 
     Raises:
         ValueError: the module cannot be swapped.
@@ -59,9 +59,9 @@ def _forward(
     is_whole = tuple(parameters) == rewrite.parameters
     if not records or not is_whole or steps_aside() or any(is_watched(child) for child in module.children()):
         return stock(module, *args, **kwargs)
-    # The tensors themselves are left out: what runs again later must not keep them alive on its own.
+    # Without the tensors: the function that runs again in backward must not keep them alive.
     template = [_SLOT if isinstance(value, Tensor) else value for value in given]
-    # Attributes that are changed before backward change nothing in it.
+    # A copy of the attributes, so that changes before backward have no effect on it.
     run = functools.partial(_run, stock, module, dict(vars(module)), tuple(parameters), template, tuple(kwargs))
     return replayed(run, inputs, list(parameters.values()))
 

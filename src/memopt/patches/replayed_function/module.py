@@ -1,8 +1,8 @@
 """Functions that a module's forward calls by name, and that run again in backward.
 
-While such a module runs, the names of these functions in the Python module of its code are exchanged for wrappers. A
-wrapper called by another thread, or outside of such a module, calls the function as it is. So is a function called for
-which a kernel of another package is installed: a kernel saves little more than its arguments.
+While such a module runs, wrappers replace these functions in the Python module of its code. In another thread, or
+outside of such a module, a wrapper calls the function unchanged. It also does so if a kernel of another package is
+installed for the function, because a kernel saves little more than its arguments.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from memopt.recompute.pure import NotPureError, differentiable, form_of
 from memopt.walk.models.plain import is_kernel
 from memopt.walk.sites import FunctionName
 
-#: Function -> form of a call -> of each tensor that it returns, whether it has a gradient; () if it is not pure.
+#: Function -> form of a call -> for each returned tensor, whether it has a gradient; () if the function is not pure.
 _proved: WeakKeyDictionary[Callable[..., Any], dict[Hashable, tuple[bool, ...]]] = WeakKeyDictionary()
 
 
 class ReplayedFunctions:
-    """The context around calls of one module."""
+    """Makes the contexts around the calls of one module."""
 
     def __init__(self, names: Sequence[FunctionName]) -> None:
         self.names = tuple(names)
@@ -38,13 +38,13 @@ class ReplayedFunctions:
         return nullcontext() if steps_aside() else _inside(self)
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """``function(*args, **kwargs)``, run again in backward where that is the same."""
+        """``function(*args, **kwargs)``; it runs again in backward if it is proved pure for such a call."""
         known = () if is_kernel(function) else _proof(function, args, kwargs)
         return replayed_call(function, args, kwargs, known) if any(known) else function(*args, **kwargs)
 
 
 def _proof(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
-    """What is known of such a call, for all modules that make it: a proof runs the function on meta tensors."""
+    """The entry of `_proved` for such a call, found once for all modules by running the function on meta tensors."""
     try:
         form = form_of(args, kwargs)
     except NotPureError:
@@ -63,7 +63,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.Lock()
-#: FunctionName -> what stands there now, what stood there before, and how many modules run that need it.
+#: FunctionName -> (its wrapper, the function that it replaced, number of running modules that need the wrapper).
 _exchanged: dict[FunctionName, tuple[Any, Any, int]] = {}
 
 
@@ -101,7 +101,7 @@ def _give_back(name: FunctionName) -> None:
 
 
 def _looking(name: FunctionName, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, called through what the thread is inside of."""
+    """A wrapper of `function`, which calls it through the innermost `ReplayedFunctions` of the thread."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions of a model's own code in which it saves more than goes in: they run again in backward."""
+"""Functions of a model's own code that save more than their arguments: they run again in backward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ReplayedFunctionRules(Rules):
     key = "functions"
 
     method: Literal["none", "recompute"] = "none"
-    """``recompute``: what they save inside is not saved, for their forward once more."""
+    """``recompute``: their intermediate results are not saved; their forward runs once more in backward."""
 
 
 class ReplayedFunctionPatch(Patch, Checks):
-    """Linear attention, state space models and the like, where no kernel of another package computes them."""
+    """Functions of linear attention, state space models and the like, unless a kernel of another package runs."""
 
     name = "replayed_function"
     after = ("softmax",)
@@ -62,7 +62,7 @@ class ReplayedFunctionPatch(Patch, Checks):
         from memopt.patches.replayed_function.module import ReplayedFunctions
 
         for site in live.plan.chosen("function"):
-            if site.name not in live.scopes:  # a scope has them in its modes
+            if site.name not in live.scopes:  # a module's own scope enters this context
                 live.attempt(self.name, site.name, patch_functions, ReplayedFunctions(site.functions))
 
 

@@ -1,8 +1,8 @@
 """Attention's softmax, called as a function in a module's forward: its output is recomputed in backward.
 
-While such a module runs, a function mode follows products through what is done to them (`memopt.recompute.calls`).
-Where a softmax reads what can be recomputed from what is saved anyway, its output is saved by nobody. Nothing is done
-where fused attention runs, under activation checkpointing, and where the block's saved tensors are quantised.
+While such a module runs, a function mode follows the results of matrix products through later operations
+(`memopt.recompute.calls`). If a softmax's input can be recomputed from tensors that are saved anyway or are smaller, no
+operation saves its output. Fused attention, checkpointed blocks and blocks with quantised tensors stay as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memopt.recompute.rules import PROBABILITIES
 from memopt.saved.scope import applies, packing_unseen, saving_shape_of
 from memopt.torch_compat import FakeTensor
 
-#: Calls after which a forward in which no softmax was found is looked at again.
+#: Calls after which a module without a softmax to recompute is observed again.
 LOOK_AGAIN = 64
 _CAPS = frozenset({torch.tanh, Tensor.tanh})
 _SOFTMAXES = frozenset({F.softmax, torch.softmax, Tensor.softmax})
@@ -35,13 +35,13 @@ _PLAIN_TYPES = frozenset({Tensor, FakeTensor})
 
 
 class RecomputedSoftmaxes:
-    """The context around calls of one module. A copy of the module looks anew."""
+    """Makes the contexts around the calls of one module. A copy of the module starts without findings."""
 
     __slots__ = ("_calls_without",)
 
     def __init__(self) -> None:
         self._calls_without = 0
-        """Calls since the last one that found no softmax to recompute; 0 if it found one."""
+        """Calls since the last observed one, itself included, if that found no softmax to recompute; otherwise 0."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RecomputedSoftmaxes, ()
@@ -55,7 +55,7 @@ class RecomputedSoftmaxes:
         return _Following(self, given)
 
     def note(self, found: bool) -> None:
-        """A call has ended in which a softmax was found to recompute, or none."""
+        """Record whether the observed call, which has ended, found a softmax to recompute."""
         self._calls_without = 0 if found else 1
 
 
@@ -63,7 +63,7 @@ class _Following(TorchFunctionMode):
     def __init__(self, calls: RecomputedSoftmaxes, given: Sequence[Any]) -> None:
         super().__init__()
         self._calls, self._found, self._followed = calls, False, Followed(given)
-        self._is_behind = False  # the next product is that of probabilities and values
+        self._is_behind = False  # whether the next product multiplies probabilities and values
         self._packing = packing_unseen()
 
     def __enter__(self) -> Any:
@@ -91,7 +91,7 @@ class _Following(TorchFunctionMode):
         known = self._followed.among(args)
         if func in _CAPS and known is not None and (capped := self._capped(*known)) is not None:
             return capped
-        # The backward of a gather reads the shape alone of what it gathers from, which its node would keep.
+        # The node of a gather saves the gather's input, but backward reads only its shape.
         of_shape = func in GATHERS and known is not None and applies(PROBABILITIES)
         self._found = self._found or of_shape
         with saving_shape_of(args[0]) if of_shape else nullcontext():
@@ -101,7 +101,7 @@ class _Following(TorchFunctionMode):
         return output
 
     def _capped(self, scores: Expression, x: Tensor) -> Tensor | None:
-        """The tanh of scores, which would save its output; None if it has to."""
+        """The tanh of scores, recomputed in backward; None if its output has to be saved."""
         if not applies(PROBABILITIES) or not costs_less_than(x.nbytes, scores.reads):
             return None
         output = recomputed_tanh(x, scores._replace(reads=()).value, [each.tensor for each in scores.reads])
@@ -119,7 +119,7 @@ class _Following(TorchFunctionMode):
     def _recomputed(
         self, input: Any, dim: Any = None, *more: Any, dtype: torch.dtype | None = None, **others: Any
     ) -> Tensor | None:
-        """The softmax; None if it has to be saved."""
+        """The softmax, recomputed in backward; None if its output has to be saved."""
         if type(input) not in _PLAIN_TYPES or not input.requires_grad or not isinstance(dim, int):
             return None
         if more or others.keys() - {"_stacklevel"}:  # `out`, for one
@@ -141,5 +141,5 @@ class _Following(TorchFunctionMode):
 
 @functools.cache
 def _autocast_to(device: torch.device, dtype: torch.dtype, _: torch.dtype) -> torch.dtype:
-    """The dtype of a softmax under the autocast that is on: that of some devices takes it to fp32."""
+    """The dtype of a softmax's output under the active autocast, which computes it in fp32 on some devices."""
     return torch.softmax(torch.zeros(1, dtype=dtype, device=device), 0).dtype

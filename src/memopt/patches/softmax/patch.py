@@ -16,7 +16,7 @@ class SoftmaxRules(Rules):
     key = "softmaxes"
 
     method: Literal["none", "recompute"] = "none"
-    """``recompute``: recomputed from queries and keys, for one product and one softmax more in backward."""
+    """``recompute``: backward computes them again from queries and keys, by one more product and softmax."""
 
 
 class SoftmaxPatch(Patch):
@@ -54,7 +54,7 @@ class SoftmaxPatch(Patch):
         from memopt.patches.softmax.module import RecomputedSoftmaxes
 
         for name in live.plan.chosen(self.name):
-            if name not in live.scopes:  # a scope has them in its modes
+            if name not in live.scopes:  # a module's own scope enters this context
                 live.attempt(self.name, name, patch_functions, RecomputedSoftmaxes())
 
 

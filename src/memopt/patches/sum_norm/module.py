@@ -1,8 +1,8 @@
-"""Post-norm modules, norm(dense(hidden) + residual), whose norm reads both terms itself: the sum is never made.
+"""Post-norm modules, norm(dense(hidden) + residual), whose norm reads both terms itself, so the sum is never stored.
 
-The children stay: dense and the dropout are called as the stock forward calls them, so adapters, quantised linears and
-hooks on them work. Only a norm that memopt has patched and that nobody watches is read instead of called. Without the
-kernel, large sums are computed in parts, and for small ones the stock forward runs.
+The children stay: dense and the dropout are called as in the stock forward, so adapters, quantised linears and hooks on
+them work. The norm is not called if memopt has patched it and it has no hooks; its parameters are read instead. Without
+the kernel, large sums are computed in parts, and for small ones the stock forward runs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from memopt.patches.swap import steps_aside, swap_forward
 
 @dataclass(frozen=True)
 class SumNormRewrite:
-    """What a patched post-norm module knows: its children, the names of its arguments, and its scope."""
+    """State of a patched post-norm module: the names of its children and arguments, and its scope."""
 
     site: SumNormSite
     scope: ScopeRewrite | None
-    """The scope that the module opens too; None if it opens none."""
+    """The scope in which the module runs; None if it has no scope of its own."""
 
 
 def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | None) -> None:
-    """Make `module` hand both terms of its sum to its norm.
+    """Make `module` pass both terms of its sum to its norm.
 
     Raises:
         ValueError: the module cannot be swapped.
@@ -55,7 +55,7 @@ def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Modu
 
 def _run(stock: Callable[..., Any], site: SumNormSite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     given = _bound(site, args, kwargs)
-    # The sum has the shape and the place of the residual.
+    # The sum has the shape, dtype and device of the residual.
     if given is None or not (runs_triton(given[1]) or parts_of(given[1])):
         return stock(module, *args, **kwargs)
     hidden, residual = given
@@ -71,7 +71,7 @@ def _run(stock: Callable[..., Any], site: SumNormSite, module: nn.Module, *args:
 
 
 def _bound(site: SumNormSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """(hidden, residual); None for a call that is not one of these two tensors."""
+    """(hidden, residual); None for a call with other arguments than these two tensors."""
     if kwargs:
         given = dict(zip(site.arguments, args, strict=False)) | kwargs
         if len(args) + len(kwargs) != 2 or given.keys() != set(site.arguments):

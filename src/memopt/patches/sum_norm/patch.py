@@ -1,4 +1,4 @@
-"""Post-norm modules: where Triton runs, the norm reads both terms of its input, and their sum is not written."""
+"""Post-norm modules: with Triton, the norm reads both terms of its input, and their sum is not written to memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from memopt.patches.sum_norm.site import SumNormSite
 
 
 class SumNormPatch(Patch):
-    """norm(dense(hidden) + residual) with a patched norm; such modules have no rows of their own."""
+    """Modules that compute norm(dense(hidden) + residual) with a patched norm; they have no rows of their own."""
 
     name = "sum_norm"
     after = ("norm",)

@@ -1,7 +1,7 @@
-"""Which modules' forwards are norm(dense(hidden) + residual) and nothing else? Found by running copies of them.
+"""Find modules whose forward is norm(dense(hidden) + residual) and nothing else, by running copies of them.
 
-Blocks of post-norm encoders end like this, and only the norm reads the sum. A copy shares the module's code and
-attributes; its children are replaced by tiny ones whose output shows any other order, scale or use of the inputs.
+Blocks of post-norm encoders end with such a module, and only the norm reads the sum. A copy shares the module's code
+and attributes. Tiny children replace its own; their output shows any other order, scale or use of the inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RESIDUAL: tuple[Literal[0, 1], ...] = (1, 0)
 def find(model: nn.Module, sites: Sites) -> tuple[SumNormSite, ...]:
     """The parents of norms that compute norm(between(dense(hidden)) + residual).
 
-    Such a module has the norm, one child with parameters, at most one without (a dropout), and no tensors of its own.
+    Such a parent has the norm, one child with parameters, at most one without (a dropout), and no tensors of its own.
     """
     return tuple(site for norm in sites.norms for site in _proved(model, norm))
 
@@ -48,7 +48,7 @@ def _proved(model: nn.Module, norm: NormSite) -> Iterator[SumNormSite]:
 
 
 def _two_arguments(module: nn.Module) -> tuple[str, str] | None:
-    """Names of the forward's arguments; None unless they are two, which can be passed by name and by position."""
+    """Names of the forward's arguments; None unless there are two that can be passed by name and by position."""
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
@@ -71,10 +71,10 @@ def _dense_and_between(module: nn.Module, norm: str) -> tuple[str, str | None] |
 
 
 def _does(module: nn.Module, site: SumNormSite) -> bool:
-    """Whether the forward of `module`, on stand-ins for its children, is the site's formula.
+    """Whether the forward of `module`, with stand-ins for its children, computes the site's formula.
 
-    In fp64 its value and gradients are compared, in eval and in train mode, called by position and by name; in 16 bits
-    its roundings.
+    In fp64, value and gradients are compared in eval and in train mode, called by position and by name. In 16 bits, the
+    value is compared bit by bit.
     """
     generator = torch.Generator().manual_seed(0)
     stand_ins: dict[str, nn.Module] = {
@@ -116,7 +116,7 @@ def _rounds_alike(
     given: list[Tensor],
     dtype: torch.dtype,
 ) -> bool:
-    """Whether `call` gives the bits of `formula` in `dtype`: a forward that casts inside does not."""
+    """Whether `call` and `formula` agree to the bit in `dtype`; they do not if the forward casts inside."""
     inputs = [x.to(dtype) for x in given]
     for child in stand_ins.values():
         child.to(dtype)
@@ -134,7 +134,7 @@ def _value_and_gradients(
 ) -> tuple[Tensor, ...] | None:
     """The output of `call`, its gradient with respect to every input, and the inputs after the call."""
     leaves = [x.clone().requires_grad_() for x in given]
-    inputs = [leaf.clone() for leaf in leaves]  # a forward may write into its input, and no leaf may be written to
+    inputs = [leaf.clone() for leaf in leaves]  # a forward may write into its input, which must not be a leaf then
     # The backward of a forward that overwrites its own saved tensors raises a RuntimeError.
     with torch.enable_grad(), contextlib.suppress(RuntimeError):
         y = run_on(module, stand_ins, lambda alone: call(alone, *inputs), training=training)

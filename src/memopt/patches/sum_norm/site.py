@@ -1,4 +1,4 @@
-"""The kind of site that this patch brings; `probe.py` finds them."""
+"""The kind of site that this patch adds; `probe.py` finds such sites."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SumNormSite:
-    """norm(between(dense(hidden)) + residual), the whole forward of its module."""
+    """A module whose whole forward is norm(between(dense(hidden)) + residual)."""
 
     name: str
     dense: str
     between: str | None
     """Child module (a dropout) after dense."""
     norm: str
-    """Name of a child, as `dense` is. The norm also has a `memopt.walk.sites.NormSite`."""
+    """Name of the child module, like `dense`. The norm also has a `memopt.walk.sites.NormSite`."""
     arguments: tuple[str, str]
     """Names of the forward's two arguments, in order."""
     residual: Literal[0, 1]

@@ -1,11 +1,11 @@
 """Modules that map each token on its own, run by tiles of tokens inside blocks that run again in backward.
 
-Forward computes the output tile by tile and keeps the input. Backward runs a tile again, differentiates it, adds its
-part to the gradients of the parameters, and frees it. So what the module needs beside its input and output does not
-grow with the number of tokens. Its parameters get each one gradient, as hooks of DDP and FSDP expect.
+Forward computes the output tile by tile and saves only the input. Backward runs a tile again, differentiates it, adds
+its part to the gradients of the parameters, and frees it. So memory beside input and output does not grow with the
+number of tokens. Each parameter gets one gradient in all, as hooks of DDP and FSDP expect.
 
-In the second run of a block that ends in such a module, PyTorch's checkpoint stops where the input is saved, before any
-tile has run: the forward of tiles in backward is then the only one more, as in a plain checkpointed block.
+In the second run of a block that ends in such a module, PyTorch's checkpoint stops when the input is saved, before any
+tile has run. So each tile runs forward only once more, in its backward, as in a plain checkpointed block.
 
 Sources: TiledMLP of ALST (arXiv:2506.13996, section 3.2) and StreamBP (arXiv:2506.03077).
 """
@@ -36,11 +36,11 @@ from memopt.recompute.pure import with_tensors, without_tensors
 from memopt.torch_compat import is_checkpointed_region, tree_leaves
 
 _WHY = ", since the module runs again in backward, by tiles of tokens. Change weights after backward"
-#: Tokens that tiles are made of: whole tiles of a matrix product.
+#: A tile has a multiple of this many tokens, to fill the tiles of matrix product kernels.
 _STEP = 256
 #: Copies of a product that live while its tile is differentiated: results, gradients and intermediate values.
 _COPIES = 3
-#: (one tile of tokens) -> what the module returns for it
+#: (one tile of tokens) -> the module's result for it
 Run = Callable[[Tensor], Any]
 
 
@@ -49,13 +49,13 @@ class TileRewrite(Rewrite):
     """State of a module that runs by tiles."""
 
     numbers: int
-    """That its products have for one token."""
+    """Elements that the outputs of the module's matrix products have for one token."""
     room: int
     """Bytes that a tile may take."""
     at_once: int
     """Tokens of a tile; 0: as many as there is room for."""
     layer: Layer | None
-    """The forward that another patch gave it, which runs each tile; None: its own."""
+    """The forward that another patch gave the module, which runs each tile; None: the stock forward."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class TileRewrite(Rewrite):
             self.layer.state.undo(module)
 
     def tokens(self, x: Tensor) -> int:
-        """Of a tile."""
+        """The number of tokens in a tile of `x`."""
         return self.at_once or max(self.room // (_COPIES * self.numbers * x.element_size()) // _STEP, 1) * _STEP
 
 
@@ -76,7 +76,7 @@ def patch_tiles(module: nn.Module, numbers: int, room: int, at_once: int = 0) ->
 
     Args:
         module: maps each token on its own (`memopt.patches.tile.probe`).
-        numbers: that its products have for one token.
+        numbers: elements that the outputs of its matrix products have for one token.
         room: bytes that a tile may take.
         at_once: tokens of a tile; 0: as many as there is room for.
 
@@ -119,16 +119,16 @@ def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module,
 def _runs_by_tiles(rewrite: TileRewrite, module: nn.Module, x: Tensor) -> bool:
     if x.dim() != 3 or not x.is_floating_point() or x.size(0) * x.size(1) <= rewrite.tokens(x):
         return False
-    # Without gradients: the first run of a block by reentrant checkpointing.
+    # Without gradients, train mode stands for the first run of a block by reentrant checkpointing.
     is_inside = is_checkpointed_region() if torch.is_grad_enabled() else module.training
     if not is_inside or steps_aside(without_gradients=False):
         return False
-    # A hook would see tiles, and one that gathers weights would do so for each.
+    # A hook on a child would get single tiles, and a hook that gathers weights would gather them for every tile.
     return all(_may_run_again(each) and (each is module or not is_watched(each)) for each in module.modules())
 
 
 def _may_run_again(module: nn.Module) -> bool:
-    """Whether all that has a gradient in `module` itself is a parameter: a view of a sharding tool would get none."""
+    """Whether no plain attribute of `module` is a tensor with a gradient: a sharding tool's view would get none."""
     return not any(isinstance(each, Tensor) and each.requires_grad for each in vars(module).values())
 
 
@@ -150,14 +150,14 @@ def _joined(run: Run, x: Tensor, size: int) -> tuple[Any, list[Tensor]]:
 
 
 def _whole(tile: Tensor, x: Tensor, tokens: int) -> Tensor:
-    """Memory for the output of all tokens of `x`, given that of one tile."""
+    """Empty memory for the output of all tokens of `x`, given the output of one tile."""
     rest = by_rows(tile, 1, tokens).shape[1:]
     leading = x.shape[:2] if tile.shape[:2] == (1, tokens) else (x.size(0) * x.size(1),)
     return tile.new_empty((*leading, *rest))
 
 
 class _Kept(torch.autograd.Function):
-    """Saves the input of the tiles, ahead of them."""
+    """Saves the input before any tile runs, so that checkpointing can stop there."""
 
     __memopt_saves__ = "input of tiles"
 
@@ -174,7 +174,7 @@ class _Kept(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Again:
-    """How the tiles of one call run."""
+    """The way in which the tiles of one call run, in forward and in backward."""
 
     run: Run
     around: Around
@@ -183,7 +183,7 @@ class _Again:
 
 
 class _Tiles(torch.autograd.Function):
-    """The outputs of a module by tiles, and its gradients by tiles that run again."""
+    """Computes the outputs of a module by tiles, and its gradients by running the tiles again."""
 
     __memopt_saves__ = "input of tiles"
 
@@ -197,7 +197,7 @@ class _Tiles(torch.autograd.Function):
             ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         random = random_states(x)
-        with autocast_as(again.around.autocast, x):  # which keeps no cast that is made without gradients
+        with autocast_as(again.around.autocast, x):  # without a cache, which could keep casts made without gradients
             result, outputs = _joined(again.run, x, again.size)
         ctx.random = random if have_moved(random, x) else ()
         returned.append(without_tensors(result))
@@ -216,7 +216,7 @@ class _Tiles(torch.autograd.Function):
 def _gradients(
     ctx: Any, again: _Again, x: Tensor, is_ours: bool, gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Of `x` and the parameters, summed up over tiles."""
+    """The gradients of `x` and of the parameters; each parameter's gradient is summed over tiles."""
     needs = ctx.needs_input_grad[3:]
     run = functools.partial(_outputs, again, ctx.parameters)
     if is_batched([each for each in gradients if each is not None]):
@@ -238,8 +238,8 @@ def _gradients(
 
 
 def _outputs(again: _Again, parameters: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that the module returns for the first of `given`, with the others in the place of `parameters`, whose
-    hooks are to see one gradient only."""
+    """The tensors that the module returns for the tile ``given[0]``. The other tensors of `given` replace `parameters`,
+    so that hooks of the parameters see one gradient only."""
     x, *others = given
     instead = {id(each): other for each, other in zip(parameters, others, strict=True)}
     held = zip(again.around.held.slots, again.around.held.values, strict=True)
@@ -253,7 +253,7 @@ def _tile_of(gradient: Tensor, x: Tensor, part: slice) -> Tensor:
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """The sum of parts, in fp32 for parts of fewer bits: one product over all tokens rounds once too."""
+    """`total` plus `part`, in at least fp32: the sum is then rounded once, like one product over all tokens."""
     if total is not None:
         return total.add_(part)
     return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)

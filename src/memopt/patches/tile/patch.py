@@ -22,15 +22,15 @@ class TileRules(Rules):
     key = "tiles"
 
     method: Literal["none", "tokens"] = "none"
-    """``tokens``: where their block is checkpointed, by this recipe or by the model's own switch."""
+    """``tokens``: by tiles if the module's block is checkpointed, by this recipe or by the model's own switch."""
     room: int = Field(default=256, ge=1)
-    """MiB that a tile takes, about; at least 256 tokens are in one."""
+    """MiB that a tile takes, about; without `tokens`, a tile has at least 256 tokens."""
     tokens: int = Field(default=0, ge=0)
-    """Of a tile; 0: as many as there is room for."""
+    """Tokens of a tile; 0: as many as there is room for."""
 
 
 class TilePatch(Patch, Levels, Checks):
-    """The transients of one block then do not grow with its intermediate size times the number of tokens."""
+    """Modules by tiles: temporary memory of a block does not grow with intermediate size times number of tokens."""
 
     name = "tile"
     after = ("checkpointing", "gated_mlp", "linear", "replay", "replayed_function", "softmax", "sampled_linear")

@@ -1,8 +1,8 @@
-"""Which modules map each token on its own, so that they can run by tiles of tokens: MLPs, experts, feed-forward layers.
+"""Find modules that map each token on its own, and so can run by tiles of tokens: MLPs, experts, feed-forward layers.
 
-A copy of the module runs on few random tokens: as one batch, and in uneven pieces; a token's output may depend on
-nothing but the token. Experts with a capacity drop tokens where many are alike, so many equal tokens run too. The
-products are exchanged for cheap functions of each row, since only what lies between them can mix rows.
+A copy of the module runs on few random tokens, as one batch and in uneven pieces. The output of a token must depend on
+that token alone. Experts with a capacity drop tokens if many are alike, so many equal tokens run too. Cheap functions
+of each row replace the matrix products, since only operations between the products can mix rows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from memopt.torch_compat import module_hooks, tree_leaves
 from memopt.walk.probes.isolate import signature
 from memopt.walk.sites import Sites, is_inside
 
-#: Equal tokens: more than 64, the default capacity of those experts of transformers that have one.
+#: Number of equal tokens: more than 64, the default capacity of the transformers experts that have a capacity.
 _EQUAL = 66
 _AGREES = 1e-5
-#: A module is worth tiles if its products have so many times the numbers that go in and out.
+#: A module is a site if the outputs of its products have at least this many times the elements of input and outputs.
 _GROWS = 1.25
 
 
@@ -55,13 +55,13 @@ def _within(module: nn.Module, name: str, widths: dict[str, list[int]], known: d
 
 
 def _numbers(module: nn.Module, widths: list[int], known: dict[Any, int]) -> int:
-    """The numbers that the products in `module` have for a token; 0 if it is no site."""
+    """Elements that the outputs of the products in `module` have for one token; 0 if `module` is no site."""
     form = tuple(
         (type(each), *(tensor.shape for tensor in each._parameters.values() if tensor is not None))
         for each in module.modules()
     )
     if known.get(form) == 0 or not _takes_one(module):
-        return 0  # a layer's place among others does not make one of what mixes tokens elsewhere
+        return 0  # a module of the same types and shapes in another layer is no site
     key = tuple((name, signature(each)) for name, each in module.named_modules())
     if key not in known:
         found = (numbers_by_row(module, width) for width in widths[:2])
@@ -80,12 +80,12 @@ def _takes_one(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def numbers_by_row(module: nn.Module, width: int) -> int:
-    """The numbers that the products in `module` have for each row of its input; 0 where it does not map rows on their
-    own, or computes little more than what goes in and out.
+    """Elements that the outputs of the products in `module` have for each row of its input; 0 if the module mixes rows,
+    or its products have little more elements than its input and outputs.
 
     Args:
         module: on any device, meta too; a copy runs, on the CPU.
-        width: of its input.
+        width: last dimension of its input.
     """
     with torch.random.fork_rng(devices=[]):
         seed_cpu(0)
@@ -100,12 +100,12 @@ def numbers_by_row(module: nn.Module, width: int) -> int:
 
 
 def _alone(module: nn.Module) -> nn.Module:
-    """A copy in fp32 whose parameters take no memory."""
+    """A copy of `module` in fp32; its parameters take little memory, since they are expanded from one row."""
     alone = copy.deepcopy(module)
     for parent in list(alone.modules()):
         config: Any = getattr(parent, "config", None)
         if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "eager"  # others gather a copy of the weights for each token
+            config._experts_implementation = "eager"  # other implementations copy the weights for each token
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and type(child) is not nn.Linear:  # quantised
                 plain = nn.Linear(child.in_features, child.out_features, child.bias is not None, device="meta")
@@ -143,17 +143,17 @@ def _agree(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def _outputs(module: nn.Module, x: Tensor, products: list[int] | None = None) -> list[Tensor]:
-    """The tensors that `module` returns, one row for each of `x`; the sizes of its products are added to `products`."""
+    """The tensors that `module` returns for `x`, by rows; sizes of its products' outputs are appended to `products`."""
     with _Cheap([] if products is None else products):
         result = module.forward(x.clone())
     return [by_rows(each, *x.shape[:2]) for each in tree_leaves(result) if isinstance(each, Tensor)]
 
 
 def by_rows(output: Tensor, *leading: int) -> Tensor:
-    """An output with these leading dimensions, or with one for both, as rows.
+    """`output` with one row for each token: its first dimensions are `leading`, or one dimension for both.
 
     Raises:
-        ValueError: it has neither.
+        ValueError: its first dimensions are neither.
     """
     rows = leading[0] * leading[1]
     if output.shape[:2] == leading:
@@ -174,7 +174,7 @@ def _counted(module: nn.Module, x: Tensor) -> int:
 
 
 class _Cheap(TorchFunctionMode):
-    """Exchanges products with a weight for a choice of columns, notes their sizes, and leaves dropouts out."""
+    """Replaces a product with a weight by a choice of its input's columns, notes output sizes, and skips dropouts."""
 
     def __init__(self, products: list[int]) -> None:
         super().__init__()
@@ -200,5 +200,5 @@ class _Cheap(TorchFunctionMode):
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter, or a part of one: those take no memory here."""
+    """Whether `tensor` is a parameter, or a part of one: `_alone` has expanded these, with strides of 0."""
     return tensor.dim() == 2 and 0 in tensor.stride()

@@ -1,4 +1,4 @@
-"""The kind of site that this patch brings; `probe.py` finds them."""
+"""The kind of site that this patch adds; `probe.py` finds such sites."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ class TileSite:
 
     name: str
     numbers: int
-    """Of all its products, for one token."""
+    """Elements that the outputs of all its matrix products have for one token."""

@@ -1,4 +1,4 @@
-"""The planner's result: a plan, the next ones, and the frontier of memory against time. Plain data, no torch."""
+"""The planner's result: the best plan, further plans, and the frontier of memory against time. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def in_words(nbytes: int, budget: int | None = None) -> str:
-    """In MiB if it, or the budget that it is part of, is less than four GiB and not a whole number of GiB."""
+    """`nbytes` with a unit: MiB if the budget (or `nbytes`) is below 4 GiB and no whole number of GiB, else GiB."""
     name, unit = _unit(nbytes if budget is None else budget)
     return f"{nbytes / unit:.{2 if unit == GIB else 0 if nbytes >= 10 * MIB else 1}f} {name}"
 
 
 def budget_name(nbytes: int) -> str:
-    """Of a recipe for so many bytes: ``budget-24GiB``."""
+    """Name of a recipe for a budget of `nbytes`, such as ``budget-24GiB``."""
     name, unit = _unit(nbytes)
     return f"budget-{nbytes / unit:.4g}{name}"
 
@@ -36,7 +36,7 @@ class Plan:
 
     recipe: Recipe
     words: str
-    """The levels of the blocks, and what else differs from the recipe that it was made from."""
+    """The levels of the blocks, and other differences from the recipe that the plan was made from."""
     batch: int
     """Rows in a micro-batch."""
     accumulation: int
@@ -44,11 +44,11 @@ class Plan:
     total: int
     """Bytes that the process takes of the device."""
     seconds: float
-    """Of forward and backward, by the cost model."""
+    """Seconds of forward and backward, by the cost model."""
     extra: float
     """Extra time over the fastest exact plan of the whole batch (whether that fits or not), as a share of its time."""
     traced: bool = True
-    """False: `total` is the block model's."""
+    """False: `total` is an estimate by the block model."""
 
     @property
     def exact(self) -> bool:
@@ -78,26 +78,26 @@ class Plan:
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest plan that fits, and the next ones."""
+    """The fastest plan that fits, and further plans."""
 
     model: str
     training: str
-    """In words, with the optimizer."""
+    """The training step and the optimizer, in words."""
     card: str
-    """The card that gives the rates."""
+    """Name of the card whose rates are used."""
     budget: int
-    """Bytes."""
+    """Bytes of the budget."""
     plan: Plan
     others: tuple[Plan, ...] = ()
     assumptions: tuple[str, ...] = ()
     step: Training = field(default_factory=Training)
-    """The whole batch."""
+    """The training step with the whole batch."""
     setup: Setup = field(default_factory=Setup)
     blocks: tuple[str, ...] = ()
-    """Of the model."""
+    """Names of the model's blocks."""
 
     def __str__(self) -> str:
-        """What `memopt report --budget` prints."""
+        """The text that `memopt report --budget` prints."""
         return "\n".join(map(printable, self.lines()))
 
     def lines(self) -> Iterator[str]:
@@ -131,11 +131,11 @@ class Frontier:
     points: tuple[Plan, ...]
 
     def __str__(self) -> str:
-        """What `memopt report --frontier` prints."""
+        """The text that `memopt report --frontier` prints."""
         return "\n".join(map(printable, self.lines()))
 
     def lines(self) -> list[str]:
-        """A line a point."""
+        """The lines of the text: a heading, and one line for each point."""
         name, unit = ("GiB", GIB) if any(p.total >= GIB for p in self.points) else ("MiB", MIB)
         lines = [f"{self.model}: {self.training}", f"     {name}    time  plan"]
         lines += [f"{p.total / unit:8.2f} {p.extra:+7.1%}  {p.words}" for p in self.points]

@@ -1,4 +1,4 @@
-"""The levels that the blocks of a model can have beyond a recipe, as settings of that recipe."""
+"""The levels that a model's blocks can have beyond a recipe, expressed as settings of that recipe."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Levels:
 
     recipe: Recipe
     blocks: tuple[str, ...]
-    """In the order of their forward."""
+    """Names of the blocks, in the order of their forward."""
     beyond: tuple[Level, ...] = ()
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Levels of the head and the loss beyond the recipe: words -> settings."""
     narrower: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What lets blocks that run again need less at once: words -> settings."""
+    """Settings with which a block that runs again in backward needs less memory while it runs: words -> settings."""
     narrows: bool = False
     """Whether `narrower` is used where a block runs again."""
 
     @property
     def options(self) -> tuple[tuple[int, ...], ...]:
-        """The levels that each block can have, and behind them those of the head."""
+        """The levels that each block can have; the last entry has the levels of the head."""
         of_blocks = ((0, *(n for n, level in enumerate(self.beyond, 1) if b in level.names)) for b in self.blocks)
         return (*of_blocks, tuple(range(len(self.heads) + 1)))
 
     def recipe_at(self, chosen: Sequence[int], name: str = "") -> Recipe:
-        """The recipe under which block i has level ``chosen[i]``, and the head the last of `chosen`."""
+        """The recipe that gives block i level ``chosen[i]``, and the head the last level of `chosen`."""
         settings: list[str] = []
         for patch in dict.fromkeys(level.patch for level in self.beyond):
             names: dict[str, list[str]] = {}
@@ -60,13 +60,13 @@ class Levels:
         return load_recipe(self.recipe, settings).model_copy(update=described)
 
     def counts(self, chosen: Sequence[int]) -> dict[str, int]:
-        """Level, in words -> number of blocks; without levels that no block has."""
+        """Level in words -> number of blocks at this level; levels without blocks are left out."""
         found = Counter(chosen[:-1])
         words = (f"as in '{self.recipe.name}'", *(level.words for level in self.beyond))
         return {its: found[number] for number, its in enumerate(words) if found[number]}
 
     def words(self, chosen: Sequence[int]) -> str:
-        """As in ``12 blocks as in 'exact-unfolded', 4 checkpointed``."""
+        """The levels in words: ``12 blocks as in 'exact-unfolded', 4 checkpointed``."""
         (words, count), *others = self.counts(chosen).items()
         text = ", ".join([f"{count} block{'s' * (count > 1)} {words}", *(f"{n} {its}" for its, n in others)])
         head = list(self.heads)[chosen[-1] - 1] if chosen[-1] else ""

@@ -1,9 +1,9 @@
 """The cost of every level of every block, from a few traces of a step, each cut into its blocks.
 
-One trace has every block at the recipe's own level. In the others, a run of blocks of each kind has one level, the
-next run another, the smallest first, as plans have them; the block in the middle of a run tells what its level saves
-against the recipe's own, in every block of that kind. Blocks are of one kind if they compute the same in forward and
-can have the same levels.
+In one trace every block has the recipe's own level. In the others, a run of blocks of one kind has one level and the
+next run another, the smallest level first, as in plans. The block in the middle of a run shows what its level saves
+against the recipe's own; this holds for every block of that kind. Blocks are of one kind if they have equal FLOPs in
+forward and can have the same levels.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Block:
     """One block of a step, or the head and the loss behind the last. Bytes are those of live storages."""
 
     saved: int
-    """Freed in its backward, of what lives when the last block's backward begins."""
+    """Bytes that live when the blocks' forward ends and are freed in this block's backward; 0 for the head."""
     forward: int
-    """The most that lives during its forward, without what the blocks before it saved. The head's is in `backward`."""
+    """The most live bytes in its forward, without `Cut.base` and what earlier blocks saved; 0 for the head."""
     backward: int
-    """The same for its backward, without the gradients of parameters that the blocks behind it left."""
+    """The most in its backward (head: also forward), without `Cut.base`, earlier `saved` and later `gradients`."""
     gradients: int
-    """Of parameters, that its backward leaves."""
+    """Bytes of the gradients of parameters that its backward adds."""
     operations: tuple[tuple[Operation, ...], ...]
-    """Of its forward, and of its backward."""
+    """Operations of its forward, and of its backward; for the head, all in one tuple."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Cut:
     base: int
     """Bytes that live all the time from the first forward to the last backward, weights and optimizer states too."""
     floor: int
-    """The most live bytes in the rest of the step: before the first block, and behind its backward."""
+    """The most live bytes in the rest of the step: before the first block's forward, and after its backward."""
     rest: tuple[Operation, ...]
-    """Operations there."""
+    """Operations in the rest of the step."""
 
 
 def cut(found: Prediction) -> Cut:
-    """The step of `found`, cut where its blocks begin, in forward and in backward."""
+    """The step of `found`, cut where the blocks begin in forward and in backward."""
     names, count = found.trace.blocks, len(found.trace.blocks)
     forward, backward = _starts(found.events, names)
     resident = sum(storage.nbytes for storage in found.resident)
@@ -85,7 +85,7 @@ def cut(found: Prediction) -> Cut:
 
 
 def block_of(names: Sequence[str]) -> Callable[[str], int]:
-    """Module -> the place among `names` of the block that it is or lies in, adapters' prefixes aside; -1 outside."""
+    """Maps a module to the index in `names` of its block, ignoring adapters' prefixes; to -1 outside the blocks."""
 
     @cache
     def place(module: str) -> int:
@@ -95,10 +95,10 @@ def block_of(names: Sequence[str]) -> Callable[[str], int]:
 
 
 def _starts(events: Sequence[Event], names: Sequence[str]) -> tuple[list[int], list[int]]:
-    """The numbers of the first events of each block, in forward and in backward.
+    """The index of the first event of each block, in forward and in backward.
 
-    Behind those of forward stands the head's; behind those of backward the head's, which is the same, and as place -1
-    that behind the last backward.
+    In both lists the head's first event, which is the same, follows the blocks. The list for backward then has the
+    index after the backward of block 0, which runs last: at place -1, it ends block 0 as place i - 1 ends block i.
     """
     place_of, count = block_of(names), len(names)
     births = [(at, event.moment, place_of(event.storage.module)) for at, event in enumerate(events) if event.allocated]
@@ -110,7 +110,7 @@ def _starts(events: Sequence[Event], names: Sequence[str]) -> tuple[list[int], l
             last[moment == "forward", place] = at
     head = last.get((True, count - 1), -1) + 1
     forward = [head] * (count + 1)
-    for place in reversed(range(count)):  # one that allocates nothing has no time of its own
+    for place in reversed(range(count)):  # a block without allocations has an empty range
         forward[place] = min(first.get((True, place), head), forward[place + 1])
     backward = [0] * count + [head]
     for place in reversed(range(count)):
@@ -119,7 +119,7 @@ def _starts(events: Sequence[Event], names: Sequence[str]) -> tuple[list[int], l
 
 
 def _lives(events: Sequence[Event]) -> Iterator[tuple[Storage, int, int]]:
-    """Storages with the numbers of the events that allocate and free them."""
+    """Storages with the indices of the events that allocate and free them."""
     born: dict[Storage, int] = {}
     for at, event in enumerate(events):
         if event.allocated:
@@ -133,7 +133,7 @@ def _is_gradient(storage: Storage) -> bool:
 
 
 def _operations(found: Prediction, names: Sequence[str]) -> list[tuple[tuple[Operation, ...], ...]]:
-    """Of each block and the head, in forward and backward; and at last the others."""
+    """Operations of each block and the head, in forward and backward; the last entry has the other operations."""
     forward, backward = _starts(found.trace.events, names)
 
     def within(low: int, high: int) -> tuple[Operation, ...]:
@@ -145,10 +145,10 @@ def _operations(found: Prediction, names: Sequence[str]) -> list[tuple[tuple[Ope
     return [*blocks, (within(backward[count], backward[count - 1]),), (rest,)]
 
 
-#: Blocks in a run, at least; in a shorter one the neighbours' levels would show.
+#: The least blocks in a run: in a shorter run, the levels of its neighbours would show in the middle block.
 _RUN = 3
 Trace = Callable[[Sequence[int]], Cut]
-"""The level of each block, and of the head -> a step at these levels."""
+"""The level of each block, and of the head -> the step at these levels, cut into blocks."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ class Measured:
     """The cost of every level of every block."""
 
     own: Cut
-    """Every block at level 0."""
+    """The step with every block at level 0."""
     examples: tuple[Mapping[int, tuple[Block, Block]], ...]
-    """Of each block, and the head: level beyond 0 -> a block of its kind at level 0, and the same at this level."""
+    """For each block, and the head: level beyond 0 -> a block of its kind at level 0, and that block at this level."""
 
     def model(self, card: Card) -> BlockModel:
-        """The step as the search sees it, on a card."""
+        """The block model of the step for the search, with the rates of `card`."""
         behind = sum(block.gradients for block in self.own.blocks)
         blocks = []
         for own, examples in zip(self.own.blocks, self.examples, strict=True):
@@ -178,16 +178,16 @@ class Measured:
 
     @property
     def at_once(self) -> int:
-        """Bytes that a block needs while it runs, beside what lives all the time, at the level that needs least."""
+        """The most bytes that a block needs for itself while it runs, at the block's level that needs least."""
         blocks = (its.values() for its in self.examples[:-1] if its)
         return max((min(max(there.forward, there.backward) for _, there in its) for its in blocks), default=0)
 
     def levels(self, places: Sequence[int]) -> tuple[int, ...]:
-        """The levels that a combination of the options in :meth:`model` stands for."""
+        """The levels of the blocks for a combination of options in :meth:`model`."""
         return tuple((0, *its)[place] for place, its in zip(places, self.examples, strict=True))
 
     def places(self, levels: Sequence[int]) -> tuple[int, ...]:
-        """Where the options with these levels stand in :meth:`model`.
+        """The indices of the options in :meth:`model` that have these levels.
 
         Raises:
             ValueError: a level was not measured.
@@ -198,7 +198,7 @@ class Measured:
 def measure(
     levels: Levels, trace: Trace, ahead: Callable[[Sequence[Sequence[int]]], None] = lambda together: None
 ) -> Measured:
-    """What the levels cost: from two traces where each kind has many blocks, else from one for each level at most.
+    """Measure the levels: with two traces if each kind has many blocks, else with at most one for each level.
 
     Args:
         ahead: called with the levels of all traces that follow the first, which are independent.

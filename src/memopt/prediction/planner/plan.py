@@ -1,4 +1,4 @@
-"""From a model and a budget to a choice: trace, measure, search, confirm."""
+"""Choose a plan for a model and a budget: trace, measure the levels, search, and check the plan by a trace."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from memopt.trace.events import Trace
 from memopt.trace.training import Training
 
 TraceOf = Callable[[Recipe, int], Trace]
-"""A recipe and the rows of a batch -> one step."""
+"""A recipe and the rows of a batch -> the trace of one step."""
 #: Number of plans to show beside the chosen one.
 _OTHERS = 2
-#: Extra time, as a share, from which on blocks that need less at once are looked at.
+#: If a plan takes more extra time than this share, settings with less memory in a running block are tried as well.
 _SLOW = 0.05
-#: Share of the smallest plan that one block at its smallest level has to need for itself, for that.
+#: They are tried only if one running block at its smallest level needs more than this share of the smallest plan.
 _AT_ONCE = 0.2
 #: Parts of a peak that do not depend on the batch.
 _FIXED = ("weights", "gradients", "optimizer states", "optimizer transients")
@@ -44,7 +44,7 @@ _FIXED = ("weights", "gradients", "optimizer states", "optimizer transients")
 
 @dataclass(frozen=True)
 class Task:
-    """The task of the planner."""
+    """The input of the planner."""
 
     model: str
     training: Training
@@ -53,7 +53,7 @@ class Task:
     levels: Levels
     trace: TraceOf
     splits: bool = True
-    """Whether the batch can be split; not if it was given."""
+    """Whether the batch can be split; False if the user gave it."""
     margin: float = 0.0
     """Share of the reserved bytes that has to stay free for a plan to fit."""
     _traces: dict[tuple[str, int], Trace] = field(default_factory=dict, repr=False)
@@ -64,21 +64,21 @@ class Task:
         return min(budget, context + int((budget - context) / (1 + self.margin)))
 
     def trace_ahead(self, recipes: Sequence[Recipe], rows: int) -> None:
-        """Trace steps that :meth:`predicted` will be asked for, at the same time where forks are allowed."""
+        """Trace steps that :meth:`predicted` will need, in parallel processes where forks are allowed."""
         new = {key: recipe for recipe in recipes if (key := _key(recipe, rows)) not in self._traces}
         if processes() > 1:
             found = each([partial(self.trace, recipe, rows) for recipe in new.values()])
             self._traces.update(zip(new, found, strict=True))
 
     def predicted(self, recipe: Recipe, rows: int, accumulation: int) -> Prediction:
-        """The step with micro-batches of so many rows; traced once for each recipe and number of rows."""
+        """The prediction for micro-batches of `rows` rows; traced once for each recipe and number of rows."""
         key = _key(recipe, rows)
         if key not in self._traces:
             self._traces[key] = self.trace(recipe, rows)
         return combine(self._traces[key], replace(self.setup, accumulation=accumulation))
 
     def measured(self, rows: int, accumulation: int) -> Measured:
-        """The cost of the levels in micro-batches of so many rows."""
+        """The cost of the levels in micro-batches of `rows` rows."""
         recipe_at = self.levels.recipe_at
         return measure(
             self.levels,
@@ -98,7 +98,7 @@ class _Route:
     task: Task
     measured: Measured
     model: BlockModel
-    """Its times are those of all micro-batches."""
+    """The block model, whose times are sums over all micro-batches."""
     rows: int
     accumulation: int
     fastest: int
@@ -109,7 +109,7 @@ class _Route:
         return self.task.predicted(recipe, self.rows, self.accumulation).total
 
     def plan(self, options: tuple[int, ...], name: str, error: int | None = None) -> Plan:
-        """The plan with these options; traced, or with `error` bytes beside what the block model says."""
+        """The plan with these options; its total is traced, or is the block model's peak plus `error` bytes."""
         levels = self.measured.levels(options)
         time = self.model.time(options)
         return Plan(
@@ -125,16 +125,16 @@ class _Route:
 
 
 def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Choice:
-    """The fastest plan whose step takes `budget` bytes of the device at most, with its margin, and the next ones.
+    """The fastest plan whose step, with its margin, takes at most `budget` bytes of the device, and further plans.
 
-    Levels of the blocks and of the loss come first. If none of their combinations fits, the batch is split into
+    Levels of the blocks and of the loss are tried first. If none of their combinations fits, the batch is split into
     micro-batches whose gradients are summed.
 
     Args:
-        approximate: recipes that may be taken as well, each with every block as the recipe has it.
+        approximate: approximate recipes that may be chosen as well; in them every block is as the recipe says.
 
     Raises:
-        NegativeVerdict: nothing fits; says what the smallest plan takes.
+        NegativeVerdict: nothing fits; the message gives the bytes of the smallest plan.
     """
     name = budget_name(budget)
     whole, limit = _whole(task), task.limit(budget)
@@ -157,7 +157,7 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
     if not plans:
         raise _too_small(task, whole, budget, approximate=bool(approximate))
     best, *others = sorted(plans, key=lambda each: (not each.traced, each.seconds))
-    # A plan that the block model calls faster and that was not chosen did not fit by its trace.
+    # A plan that is faster by the block model, but was not chosen, did not fit when it was traced.
     others = [each for each in others if each.seconds >= best.seconds and each.words != best.words]
     distinct = {each.words: each for each in sorted(others, key=lambda each: each.seconds)}
     notes = task.predicted(best.recipe, best.batch, best.accumulation).assumptions if best.exact else ()
@@ -181,7 +181,7 @@ def frontier_of(task: Task, points: int = 40) -> Frontier:
     found: list[Plan] = []
     for route in (whole, *_narrowed(whole)):
         combinations = list(frontier(route.model, points))
-        # What is reserved beside live bytes grows with them; the largest and the smallest step are traced.
+        # Reserved bytes beyond the live bytes grow with the live bytes; the largest and smallest step are traced.
         ends = (_own(route.model), combinations[-1])
         (most, beside), (least, besides) = ((p := route.model.peak(each), route.total(each) - p) for each in ends)
         for chosen in combinations:
@@ -195,13 +195,13 @@ def frontier_of(task: Task, points: int = 40) -> Frontier:
 
 
 def recipes_with(*effects: Effect) -> tuple[Recipe, ...]:
-    """The shipped recipes that have these effects on gradients alone, and some; without folds."""
+    """The shipped recipes that have effects on gradients, and only effects in `effects`; without folds."""
     loaded = (load_recipe(name).unfolded() for name in shipped())
     return tuple(recipe for recipe in loaded if recipe.effects and recipe.effects <= set(effects))
 
 
 def _own(model: BlockModel) -> tuple[int, ...]:
-    """Every block at level 0, which has been traced."""
+    """Every block at level 0; this combination is traced in any case."""
     return (0,) * len(model.blocks)
 
 
@@ -213,7 +213,7 @@ def _whole(task: Task) -> _Route:
 
 
 def _narrowed(whole: _Route) -> Iterator[_Route]:
-    """The whole batch, where blocks that run again need less at once; nothing where that is a small part of a plan."""
+    """The whole batch with `Levels.narrower`; nothing if a running block is only a small part of the smallest plan."""
     least = smallest(whole.model)
     if whole.task.levels.narrower and least > whole.model.floor and whole.measured.at_once > _AT_ONCE * least:
         narrow = _whole(replace(whole.task, levels=replace(whole.task.levels, narrows=True)))
@@ -221,7 +221,7 @@ def _narrowed(whole: _Route) -> Iterator[_Route]:
 
 
 def _splits(whole: _Route, budget: int) -> Iterator[_Route]:
-    """Even splits of the batch, the fastest by the block models first."""
+    """Even splits of the batch, the fastest first (by the block models)."""
     task, rows = whole.task, whole.rows
     if rows == 1 or not task.splits or task.setup.release_gradients:
         return
@@ -238,13 +238,13 @@ def _splits(whole: _Route, budget: int) -> Iterator[_Route]:
 
 
 def _times(model: BlockModel, steps: int) -> BlockModel:
-    """`model` with the times of so many micro-batches."""
+    """`model` with the times of `steps` micro-batches."""
     blocks = tuple(tuple(replace(each, time=steps * each.time) for each in its) for its in model.blocks)
     return replace(model, blocks=blocks, rest=steps * model.rest)
 
 
 def _next(route: _Route, chosen: tuple[int, ...], budget: int, name: str) -> Iterator[Plan]:
-    """Plans without one of the levels of the chosen one, and then smaller ones."""
+    """Plans that do without one level of the chosen plan, and then plans with less memory."""
     model, levels = route.model, route.measured.levels(chosen)
     error = route.total(chosen) - model.peak(chosen)
     for is_head, level in sorted({(place == len(levels) - 1, its) for place, its in enumerate(levels)}):

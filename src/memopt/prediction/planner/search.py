@@ -5,13 +5,13 @@ saved are alive, and those of the blocks behind it are not:
 
     peak = max(floor, max over i of (saved_0 + ... + saved_{i-1} + need_i))
 
-The head and the loss are the last of the blocks. Of all combinations of the first i blocks that fit, only those matter
-that no other beats in both bytes saved and time: the limits of the blocks behind them depend on the sum alone. So the
-search is exhaustive, in time that grows with the number of different sums (alike blocks have few).
+The head and the loss are the last of the blocks. Of all combinations of the first i blocks that fit, the search keeps
+only those that no other combination beats in both saved bytes and time: whether later blocks fit depends on the sum of
+the saved bytes alone. So the search is exhaustive; its time grows with the number of different sums.
 
-This block model knows the live bytes of a step up to what neighbouring levels do to each other; what the allocator
-reserves and the CUDA context come on top. So a plan that the search finds is traced, and what the trace says more than
-the model moves the limit of the next search.
+The block model gives the live bytes of a step, without effects of neighbouring levels on each other, without the
+allocator's unused bytes and the CUDA context. So each plan that the search finds is traced, and the difference between
+trace and model moves the limit of the next search.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class Option:
     """The cost of one level of one block."""
 
     saved: int
-    """Bytes that the block leaves for backward."""
+    """Bytes that the block saves for backward."""
     need: int
-    """The most bytes that live while it runs, in forward or backward, without what the blocks before it saved."""
+    """The most live bytes while it runs, in forward or backward, without the tensors that earlier blocks saved."""
     time: int
-    """Of its forward and backward, in nanoseconds."""
+    """Nanoseconds of its forward and backward."""
 
 
 @dataclass(frozen=True)
 class BlockModel:
-    """A step as the planner sees it: the options of each block, in the order of the forward."""
+    """The planner's model of a step: the options of each block, in the order of the forward."""
 
     blocks: tuple[tuple[Option, ...], ...]
     floor: int = 0
-    """The most live bytes in the rest of the step, whatever the levels: in the optimizer's step."""
+    """The most live bytes outside the blocks, e.g. in the optimizer's step; the same for all levels."""
     rest: int = 0
-    """Nanoseconds outside the blocks."""
+    """Nanoseconds of the operations outside the blocks."""
 
     def peak(self, chosen: Sequence[int]) -> int:
-        """The peak of the step, in bytes, where block i has its option ``chosen[i]``."""
+        """The peak of the step, in bytes, if block i takes its option ``chosen[i]``."""
         peak, saved = self.floor, 0
         for options, place in zip(self.blocks, chosen, strict=True):
             peak = max(peak, saved + options[place].need)
@@ -54,7 +54,7 @@ class BlockModel:
         return peak
 
     def time(self, chosen: Sequence[int]) -> int:
-        """The nanoseconds of the step."""
+        """Nanoseconds of the step, if block i takes its option ``chosen[i]``."""
         return self.rest + sum(options[place].time for options, place in zip(self.blocks, chosen, strict=True))
 
     @property
@@ -64,9 +64,9 @@ class BlockModel:
 
 
 def cheapest(model: BlockModel, limit: int) -> tuple[int, ...] | None:
-    """The options whose sum of time is the least of all that peak at `limit` bytes at most; None if none does.
+    """The fastest options whose peak is at most `limit` bytes; None if no options fit.
 
-    Among equal ones, the one that saves the least in the first blocks: backward reaches these last.
+    Among equally fast options, those that save the least in the first blocks, which backward frees last.
     """
     if model.floor > limit:
         return None
@@ -80,7 +80,7 @@ def cheapest(model: BlockModel, limit: int) -> tuple[int, ...] | None:
         if not len(before):
             return None
         saved_now, time_now = saved[before] + table[place, 0], time[before] + table[place, 2]
-        # Bytes first, then time; of equal ones the one whose beginning saved less.
+        # Sort by bytes, then by time; among equals, the one that saved less in its first blocks comes first.
         found = np.lexsort((order[before] + saved_now, time_now, saved_now))
         lowest = np.minimum.accumulate(time_now[found])
         best = found[np.concatenate(([True], lowest[1:] < lowest[:-1]))]
@@ -120,22 +120,22 @@ def frontier(model: BlockModel, points: int = 40) -> Iterator[tuple[int, ...]]:
         yield before
 
 
-#: Traces that confirm, at most; those of them after one that fits; and the part of the budget, one over this, that no
-#: search more is worth.
+#: The most traces that check plans; the most of them after a plan that fits; budget / _STEP is the smallest change of
+#: the limit that is worth another search.
 _MOST, _MORE, _STEP = 8, 2, 500
-#: The part of the budget, one over this, by which the model may be too careful about blocks that are all at one level.
+#: The model may overestimate blocks that are all at one level by up to budget / _NEAR.
 _NEAR = 20
 TotalOf = Callable[[tuple[int, ...]], int]
 """Options of the blocks -> bytes of the device that the step takes, by a trace."""
 
 
 def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tuple[int, ...] | None:
-    """The options that take the least time of those whose total is `budget` at most; None if none is.
+    """The fastest options whose total is at most `budget`; None if no options fit.
 
     Args:
-        model: what the search goes by.
+        model: the block model that guides the search.
         budget: bytes.
-        total_of: is asked for the first options of all blocks, and then for one combination after another.
+        total_of: called with the first options of all blocks, and then with one combination after another.
     """
     found: dict[tuple[int, ...], int] = {}
 
@@ -144,9 +144,9 @@ def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tupl
             found[chosen] = total_of(chosen)
         return found[chosen]
 
-    # The rest of the step may need more than the blocks do: what is reserved still falls with what they need.
+    # Search without the floor: even if the floor exceeds the blocks' peak, reserved bytes fall with the blocks' need.
     own, best, floor = (0,) * len(model.blocks), None, model.floor
-    # What is reserved beside live bytes grows with them.
+    # Reserved bytes beyond the live bytes grow with the live bytes.
     beside = int((total(own) - model.peak(own)) * min(1.0, budget / max(total(own), 1)))
     limit, ceiling, step, more = budget - beside, sys.maxsize, budget // _STEP, _MORE
     model, is_open = replace(model, floor=0), floor <= limit + budget // 50
@@ -155,7 +155,7 @@ def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tupl
         if chosen is None or (best is not None and model.time(chosen) >= model.time(best)):
             break
         over = total(chosen) - budget
-        if over <= 0:  # the model may have been too careful, by as much as is free
+        if over <= 0:  # the model may have overestimated, by as much as is free
             best, before = chosen, limit
             limit, more = min(model.peak(chosen) - over, (limit + ceiling) // 2), more - 1
             if limit - before < budget // _STEP or more < 0:
@@ -177,7 +177,7 @@ def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tupl
 
 
 def _uniform(model: BlockModel) -> Iterator[tuple[int, ...]]:
-    """Every block at one level, and the head at its smallest: blocks of one level share what the allocator holds."""
+    """All blocks at one level, the head at its smallest: blocks of one level reuse the allocator's segments best."""
     *blocks, head = model.blocks
     of_head = min(range(len(head)), key=lambda place: head[place].need)
     for level in range(1, max(map(len, blocks), default=1)):
@@ -185,7 +185,7 @@ def _uniform(model: BlockModel) -> Iterator[tuple[int, ...]]:
 
 
 def without(model: BlockModel, allowed: Sequence[Sequence[bool]]) -> BlockModel:
-    """`model` with those options alone that are `allowed`; the others never fit."""
+    """`model` in which only the `allowed` options can fit."""
     blocks = tuple(
         tuple(option if ok else replace(option, need=sys.maxsize // 4) for option, ok in zip(options, its, strict=True))
         for options, its in zip(model.blocks, allowed, strict=True)
@@ -194,7 +194,7 @@ def without(model: BlockModel, allowed: Sequence[Sequence[bool]]) -> BlockModel:
 
 
 def between(one: BlockModel, many: BlockModel, part: float) -> BlockModel:
-    """The model of a batch between those of two models: `part` of the way from `one` to `many`.
+    """The block model of a batch size between two others: `part` of the way from `one` to `many`.
 
     Bytes and FLOPs are affine in the rows of a batch, up to chunks and rounding.
     """

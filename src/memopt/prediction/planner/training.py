@@ -1,4 +1,4 @@
-"""The planner's verbs: from a model id, a folder or a model in memory to a choice or a frontier."""
+"""The planner's functions: from a model id, a folder or a model in memory to a choice or a frontier."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 
-#: The card that gives the rates if none is named.
+#: The card whose rates are used if no card is named.
 _USUAL_CARD = "A100 80GB"
 
 
@@ -48,17 +48,17 @@ def plan_training(
 ) -> Choice | Frontier:
     """The fastest plan for training a model that fits into `budget`; without one, the frontier of memory against time.
 
-    Computed from the config alone. Errors are those of `memopt.report`, and:
+    Computed from the config alone. Raises the errors of `memopt.report`, and those listed below.
 
     Args:
         request: the model, how it is trained, and the recipe that a plan changes.
         budget: memory of the device, all of it usable: ``24GiB``, ``24GB``, the name of a card, or a number of bytes.
-        card: whose rates are taken; by default those of the card that `budget` names.
+        card: name of the card whose rates are used; by default the card that `budget` names.
         setup: optimizer, devices and allocator.
         allow: ``approximate``: shipped recipes whose gradients are off by a bounded error may be taken.
 
     Raises:
-        NegativeVerdict: nothing fits; says what the smallest plan takes.
+        NegativeVerdict: nothing fits; the message gives the bytes of the smallest plan.
         UsageError: `budget` or `card` is not known.
     """
     rates = find_card(card or (budget if isinstance(budget, str) else _USUAL_CARD))
@@ -68,7 +68,7 @@ def plan_training(
 
 
 def plan_step(name: str, of: Step, budget: str | int, *, held: int) -> Choice:
-    """The fastest plan for a model whose parameters and buffers take `held` bytes, whatever those of its config do."""
+    """The fastest plan for a model whose parameters and buffers take `held` bytes, whatever its config implies."""
     rates = find_card(budget if isinstance(budget, str) else _USUAL_CARD)
     task = _task(name, of, Setup(memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
@@ -86,7 +86,7 @@ def _task(name: str, of: Step, setup: Setup, card: Card) -> Task:
         training = replace(of.training, batch=rows)
         trace_ahead(tracer, training)
         found = tracer.at(training)
-        # The first is the recipe's own step; the others have its blocks, some at other levels.
+        # The first trace is the recipe's own step. Later ones have the same blocks, some at other levels.
         extends = tracer.extends if extends is None else extends
         return found
 
@@ -107,9 +107,9 @@ def plan_model(
 
     Args:
         budget: memory of the device: ``24GiB``, the name of a card, or a number of bytes.
-        recipe: what the plan changes.
-        batch: rows in a batch, else 1.
-        seq: tokens in a row, else what the config allows up to 2048.
+        recipe: the recipe that the plan changes.
+        batch: rows in a batch, by default 1.
+        seq: tokens in a row, by default the limit in the config, but at most 2048.
 
     Raises:
         ModelError: `model` has no transformers config that it can be traced from, or adapters other than LoRA's.
@@ -150,7 +150,7 @@ def plan_model(
 
 
 def _short(adapted: Sequence[str], sites: Sites) -> tuple[str, ...]:
-    """The last parts of these modules' names, if no other linear has one of them; else their whole names."""
+    """The last parts of the modules' names if they name no other linear, else the whole names."""
     last = {name.rpartition(".")[2] for name in adapted}
     alike = {site.module for site in sites.linears if site.module.rpartition(".")[2] in last}
     return tuple(sorted(last)) if alike == set(adapted) else tuple(adapted)

@@ -1,1 +1,1 @@
-"""The report as one HTML page: templates as package data, and what they are filled with."""
+"""The report as one HTML page: templates as package data, and the values that fill them."""

@@ -1,6 +1,6 @@
 """One self-contained HTML page: memory over a step with its peak, a block before and after, the saved tensors.
 
-The templates beside this file escape all text, and the page allows itself no network and no script but its own.
+The templates beside this file escape all text, and the page permits no network access and no script but its own.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def page(
     """The page as text.
 
     Args:
-        comparison: stock and patched, traced.
+        comparison: traced comparison of the stock and the patched model.
         charts: memory over the step, of each variant.
         lines: sentences to put first.
-        tables: to put before the charts, as `memopt.reporting.charts.ways_table` makes them.
-        frontier: memory against time, as `memopt.reporting.charts.drawn_frontier` makes it.
+        tables: tables to put before the charts, made by `memopt.reporting.charts.ways_table`.
+        frontier: chart of memory against time, made by `memopt.reporting.charts.drawn_frontier`.
         notes: sentences to put before those of `comparison`.
     """
     from jinja2 import Environment
@@ -77,7 +77,7 @@ def page(
     )
     return environment.from_string(source.joinpath("page.html").read_text(encoding="utf-8")).render(
         page=shown,
-        # Both are the package's own files, so they are not escaped; escaping would change what the digest is of.
+        # Both are the package's own files, so they are not escaped; escaping would invalidate the digest.
         style=Markup(source.joinpath("page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_digest=Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
@@ -95,7 +95,7 @@ def size(nbytes: float) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """A text without what would change how the page is shown, such as the direction of writing."""
+    """A text whose control characters are escaped, e.g. those that change the direction of writing."""
     return printable(value, "\n") if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -148,7 +148,7 @@ def _block(title: str, rows: Sequence[Any]) -> SimpleNamespace:
 
 
 def _saved(comparison: Comparison) -> list[SimpleNamespace]:
-    """The rows of every kind of block, times its number of blocks, and those outside; largest first."""
+    """Rows of every kind of block, multiplied by its number of blocks, and rows outside the blocks; largest first."""
     groups = [
         (
             f"{len(kind.blocks)} blocks like {kind.blocks[0]}" if len(kind.blocks) > 1 else kind.blocks[0],

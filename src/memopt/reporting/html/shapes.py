@@ -1,4 +1,4 @@
-"""What the page draws of memory over a step. Shapes in shares of their area."""
+"""Shapes of the page's charts of memory over a step; positions and sizes are percentages of the drawing area."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 _WIDTH, _HEIGHT = 2000, 1000
 _STEPS = (1, 2, 2.5, 5)
 _CAUSES = 6
-#: What is below this share of the peak is summed in one row.
+#: Storages below this share of the peak are summed in one row.
 _SMALL_OF_PEAK = 0.005
 
 
@@ -27,15 +27,15 @@ class Chart:
     phases: tuple[tuple[str, int], ...]
     """(name, first event) of each phase of the step."""
     moments: tuple[int, ...]
-    """Numbers of events, ascending."""
+    """Indices of events, ascending."""
     live: Mapping[str, tuple[int, ...]]
     """Bytes of each kind of storage after each of these events, in stacking order."""
     modules: tuple[str, ...]
-    """The module that allocated what the event allocates or frees."""
+    """For each of these events, the module that allocated its storage."""
     top: int
-    """Place of the peak in `moments`."""
+    """Index of the peak in `moments`."""
     at_peak: Mapping[tuple[str, str], int]
-    """(kind, where) -> bytes that live at the peak."""
+    """(kind, where) -> live bytes at the peak."""
 
     @property
     def peak(self) -> int:
@@ -80,7 +80,7 @@ def drawn_chart(chart: Chart, top: float, colours: Mapping[str, int]) -> SimpleN
 
 
 def _path(chart: Chart, edge: Iterable[int], top: float) -> str:
-    """The area below a staircase."""
+    """SVG path of the area below the step function `edge`."""
     steps, last_x, last_y = [f"M0 {_HEIGHT}"], 0, _HEIGHT
     for moment, nbytes in zip(chart.moments, edge, strict=True):
         x, y = round(_WIDTH * moment / chart.events), round(_HEIGHT * (1 - nbytes / top))
@@ -94,7 +94,7 @@ def share(part: float, whole: float) -> float:
 
 
 def ticks(top: float, least: float = 0.0) -> list[SimpleNamespace]:
-    """Five or so round sizes up to `top`, each at its share of the height."""
+    """About five round sizes up to `top`, each with its position in percent of the height."""
     if top <= least:
         return []
     unit = next((unit for unit in (2**30, 2**20, 2**10) if top >= 1.5 * unit), 1)
@@ -126,7 +126,7 @@ def peak_rows(charts: Sequence[Chart]) -> list[SimpleNamespace]:
 
 
 def chart_data(chart: Chart, kinds: Container[str]) -> dict[str, Any]:
-    """What the script reads; bytes in KiB."""
+    """Data of a chart for the page's script; bytes in KiB."""
     shown = [kind for kind in chart.live if kind in kinds]
     return {
         "events": chart.events,
