@@ -5,7 +5,7 @@ import sys
 
 
 def run() -> None:
-    """Run the command line; Ctrl-C before it has started is one line too."""
+    """Run the command line; Ctrl-C during its import prints one line, too, and no traceback."""
     try:
         from memopt.cli.main import run as run_command
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
-"""A training step as it was planned, and one function an engine: the step as the text of its configuration file.
+"""A planned training step, and one function for each engine that writes the step as the engine's configuration file.
 
-Plain data, no torch. Nothing else is set in a file.
+Plain data, no torch. A file sets nothing but the plan.
 
 Sources: transformers' TrainingArguments 5.23, accelerate's ClusterConfig 1.15, DeepSpeedConfig 0.19, axolotl's
 AxolotlInputConfig 0.19, torchtitan's ConfigManager 0.3.
@@ -32,29 +32,29 @@ _ANY: tuple[Sharding, ...] = ("none", "ddp", "fsdp", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class Planned:
-    """A training step as an engine has to run it."""
+    """A training step as an engine must run it."""
 
     model: str
-    """What the engine loads: a hub id or a folder."""
+    """The model to load: a hub id or a folder."""
     recipe_file: str
-    """Where the recipe will lie."""
+    """Path at which the recipe will be written."""
     recipe: Recipe
     step: Training
-    """Its batch is that of one micro-batch on one device."""
+    """The training step; its batch is one micro-batch on one device."""
     accumulation: int = 1
     optimizer: Optimizer = "adamw-fused"
     sharding: Sharding | None = None
-    """None: the plan is not about devices, and the file's own engine shares as it usually does."""
+    """How devices share the model; None if the plan is not about devices: the engine then shares in its usual way."""
     devices: int | None = None
     settings: dict[str, str] = field(default_factory=dict)
-    """What the patches say of engines' own settings (`Patch.engine_settings`)."""
+    """Values of engines' own settings, from the patches (`Patch.engine_settings`)."""
 
     patched: bool = False
     """Whether the model is a folder that `memopt patch` writes."""
 
     @property
     def loading(self) -> str:
-        """How a script loads the model."""
+        """The code by which a script loads the model."""
         dtype = _DTYPES.get(self.step.precision, "float32")
         if self.patched:
             return f"memopt.load({self.model!r}, dtype=torch.{dtype})"
@@ -63,7 +63,7 @@ class Planned:
             precision, _, mixed = self.step.precision.partition("-")
             dtype = _DTYPES.get(precision, "float32")
             given = f"load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype}"
-            if self.sharding in ("fsdp", "zero3"):  # shards have one dtype
+            if self.sharding in ("fsdp", "zero3"):  # all shards must have one dtype
                 given += f", bnb_4bit_quant_storage=torch.{dtype}"
             dtype += f", quantization_config=BitsAndBytesConfig({given})"
             then = f"prepare_model_for_kbit_training(model, False), {then}" if mixed else then
@@ -76,7 +76,7 @@ class Planned:
 
     @property
     def attention(self) -> str | None:
-        """The implementation that the recipe sets; None: the model's own."""
+        """The attention implementation that the recipe sets; None: the model's own."""
         return self.settings.get("attn_implementation")
 
     @property
@@ -90,10 +90,10 @@ class Planned:
         return {"r": self.step.lora_rank, "target_modules": targets, **dropout}
 
     def shared(self, engine: str, *ways: Sharding) -> Sharding:
-        """How the devices share, which has to be one of `ways`; the first where the plan is not about devices.
+        """How the devices share the model: one of `ways`, the first one if the plan is not about devices.
 
         Raises:
-            UsageError: it is another one.
+            UsageError: the plan's sharding is not among `ways`.
         """
         if self.sharding is None:
             return ways[0]
@@ -108,7 +108,7 @@ class Planned:
 
 
 def planned_step(model: str, recipe_file: str, choice: Choice) -> Planned:
-    """What `memopt report --budget` chose."""
+    """The step that `memopt report --budget` chose."""
     plan, setup = choice.plan, choice.setup
     return Planned(
         model,
@@ -127,13 +127,13 @@ def patched_step(folder: str, recipe_file: str, recipe: Recipe, blocks: Sequence
     """A patched checkpoint, which fixes recipe and dtype, not a batch: one row, without accumulation.
 
     Args:
-        folder: where it will lie.
-        blocks: of the model.
+        folder: path at which the checkpoint will be written.
+        blocks: names of the model's blocks.
         dtype: of its weights, as in config.json. fp16 weights are trained in fp32 under autocast, with a scaled loss.
     """
     precisions: dict[str | None, Precision] = {"bfloat16": "bf16", "float16": "fp16-mixed"}
     step = Training(seq=None, precision=precisions.get(dtype, "fp32"))
-    # What folds has folded by then, and memopt.patch takes no recipe that does.
+    # The checkpoint is folded already, and memopt.patch takes no recipe that folds.
     return Planned(folder, recipe_file, recipe.unfolded(), step, settings=_settings(recipe, blocks), patched=True)
 
 
@@ -144,13 +144,13 @@ def _settings(recipe: Recipe, blocks: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A file that an engine reads."""
+    """A kind of configuration file."""
 
     file: str
     ways: tuple[Sharding, ...]
     """How devices may share, the usual way first."""
     text: Callable[[str, Planned, Sharding], str]
-    """Of the engine's name, the plan, and one of `ways`."""
+    """(the engine's name, the plan, one of `ways`) -> the content of the file."""
     note: str = ""
     """Notes for the user beside the file."""
 
@@ -159,7 +159,7 @@ def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
     """`names`, each once.
 
     Raises:
-        UsageError: one is no kind of file; says the nearest.
+        UsageError: a name is no kind of file; the error names the nearest kind.
     """
     found = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     for name in found:
@@ -171,10 +171,10 @@ def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def files_of(planned: Planned, kinds: Iterable[str]) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """(file name -> content: the recipe, and the file of each of `kinds`; what a user has to know).
+    """(file name -> content, for the recipe and the file of each of `kinds`; notes for the user).
 
     Raises:
-        UsageError: a file cannot express the plan; says what, and what to do.
+        UsageError: a file cannot express the plan; the error says which part of it, and what to do.
     """
     files = {RECIPE_FILE: dump_recipe(planned.recipe)}
     chosen = {name: KINDS[name] for name in check_kinds(kinds)}
@@ -194,7 +194,7 @@ def file_names() -> frozenset[str]:
 
 
 def _trainer_name(engine: str, planned: Planned) -> str:
-    """Trainer's name of the optimizer, which axolotl takes too."""
+    """The Trainer's name for the optimizer; axolotl uses the same names."""
     if planned.optimizer not in TRAINER_NAMES:
         hint = f"Plan with one of: {', '.join(TRAINER_NAMES)}."
         raise planned.refusal(engine, f"optimizer {planned.optimizer}", hint)
@@ -221,7 +221,7 @@ def _trainer(engine: str, planned: Planned, sharding: Sharding) -> str:
 
 
 def _accelerate(engine: str, planned: Planned, sharding: Sharding) -> str:
-    """accelerate's file; of batch and accumulation it has a place under DeepSpeed only."""
+    """accelerate's file. It cannot hold the batch, and the accumulation only under DeepSpeed: a comment names them."""
     kinds = {"none": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -246,7 +246,7 @@ def _deepspeed(engine: str, planned: Planned, sharding: Sharding) -> str:
 
 
 def _deepspeed_values(planned: Planned, sharding: str) -> dict[str, Any]:
-    """DeepSpeed's own 16-bit modes keep fp32 weights beside the 16-bit ones, which `--sharding zero*` counts."""
+    """Its 16-bit modes keep fp32 weights beside the 16-bit weights. The estimate for `--sharding zero*` counts both."""
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": planned.step.batch,
         "gradient_accumulation_steps": planned.accumulation,
@@ -262,7 +262,7 @@ def _deepspeed_values(planned: Planned, sharding: str) -> dict[str, Any]:
 
 def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
     step, precision = planned.step, planned.step.precision
-    if precision.endswith("mixed"):  # its `bf16: true` loads the weights in bf16 too
+    if precision.endswith("mixed"):  # axolotl's `bf16: true` loads the weights in bf16 too
         hint = f"Use 16-bit weights: --precision {precision[:4]}."
         raise planned.refusal(engine, f"{precision}, fp32 weights under autocast", hint)
     values: dict[str, Any] = {
@@ -297,7 +297,7 @@ def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
 
 
 def _torchtitan(engine: str, planned: Planned, sharding: Sharding) -> str:
-    """Arguments of its command line, the one form in which it reads settings: one a line, the last a sub-command."""
+    """Arguments of torchtitan's command line, its only form of settings: one per line, the last one a sub-command."""
     step = planned.step
     refuse = [
         (step.has_adapters, "LoRA", "Plan with --train full."),
@@ -325,7 +325,7 @@ def _torchtitan(engine: str, planned: Planned, sharding: Sharding) -> str:
 
 
 def _mixed_precision(engine: str, planned: Planned, sharding: str) -> str:
-    """``no``, ``bf16`` or ``fp16``, as transformers and accelerate mean it; under DeepSpeed it is DeepSpeed's mode."""
+    """``no``, ``bf16`` or ``fp16``: autocast's dtype, as transformers and accelerate mean it; or DeepSpeed's mode."""
     precision, _, mixed = planned.step.precision.partition("-")
     if not sharding.startswith("zero"):
         return precision if mixed else "no"
@@ -336,12 +336,12 @@ def _mixed_precision(engine: str, planned: Planned, sharding: str) -> str:
 
 
 def _fsdp() -> dict[str, Any]:
-    """FSDP2 as `--sharding fsdp` counts it: blocks are wrapped, and freed after their forward."""
+    """FSDP2 as `--sharding fsdp` counts it: each block is wrapped, and resharded after its forward."""
     return {"version": 2, "auto_wrap_policy": _WRAPPED, "reshard_after_forward": True}
 
 
 def _yaml(planned: Planned, use: str, values: Mapping[str, Any], *own: str, complete: bool = False) -> str:
-    """YAML under comments: how to use it and, unless it is `complete`, what the file has no place for."""
+    """YAML under comments: how to use the file and, unless it is `complete`, the parts of the plan that it lacks."""
     notes = [f"Written by memopt for {planned.model}. Use: {use}"]
     if planned.checkpointed != "none":
         notes.append(f"The recipe checkpoints {planned.checkpointed} blocks: the engine's own checkpointing is off.")

@@ -1,1 +1,1 @@
-"""What surrounds memopt: strangers' files, the hub, the process, tools that partition its parameters."""
+"""The surroundings of memopt: untrusted files, the hub, the process, tools that partition parameters."""

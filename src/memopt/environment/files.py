@@ -1,4 +1,4 @@
-"""Small files: those of a stranger's model folder, read if plain, of sane size and sane JSON; and results, written."""
+"""Reads small files of an untrusted model folder (plain files, with limits on size and JSON), and writes results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from memopt.errors import ModelError, OutputError
 
 #: Most bytes of a header, index or manifest. 92,000 tensors have an index of 9 MB.
 MAX_JSON_BYTES = 16 << 20
-#: Most bytes of another JSON file that is read here or by transformers, but for tokenizers (the largest have 35 MB).
+#: Most bytes of another JSON file that this file or transformers reads, except tokenizers (the largest have 35 MB).
 MAX_CONFIG_BYTES = 8 << 20
-#: Lists and objects in one document: each is a few bytes of text and a hundred of memory.
+#: Most lists and objects in one document: each takes a few bytes of text and a hundred bytes of memory.
 MAX_NESTS, MAX_CONFIG_NESTS = 800_000, 50_000
 _MAX_DEPTH, _MAX_YAML_ITEMS = 64, 10_000
 _JSON = (str, int, float, list, dict, type(None))
@@ -35,8 +35,8 @@ def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
     """Content of a plain file (or a link to one) of at most `limit` bytes.
 
     Raises:
-        ModelError: it is a pipe, a device or the like, or larger.
-        OSError: it is missing or not readable.
+        ModelError: the file is a pipe, a device or the like, or is larger than `limit`.
+        OSError: the file is missing or not readable.
     """
     # Without O_NONBLOCK, opening a named pipe waits for a writer.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -48,13 +48,13 @@ def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
 
 
 def check_output(path: Path, option: str, *, force: bool = False) -> Path:
-    """The resolved `path`, if a result can be written there; `option` is the name of the option that gave it.
+    """The resolved `path`, if a result can be written there; `option` names the command line option, for errors.
 
     Args:
         force: replace a file that has content.
 
     Raises:
-        OutputError: it is a folder or a device, it has content, or its folder is missing or not writable.
+        OutputError: `path` is a folder or a device, has content, or its folder is missing or not writable.
     """
     path = Path(os.path.realpath(path.expanduser()))
     what = f"{option} '{path}'"
@@ -73,10 +73,10 @@ def check_output(path: Path, option: str, *, force: bool = False) -> Path:
 
 
 def check_output_folder(path: Path, names: Iterable[str], *, force: bool = False) -> Path:
-    """`path`, if files of `names` can be written there; the folder may be missing, and is not made.
+    """`path`, if files of `names` can be written in this folder. It may be missing; this function does not create it.
 
     Raises:
-        OutputError: it is a file, it is not writable, or one of the files fails `check_output`.
+        OutputError: the folder is a file or not writable, or one of the files fails `check_output`.
     """
     path = path.expanduser()
     real = Path(os.path.realpath(path))
@@ -91,10 +91,10 @@ def check_output_folder(path: Path, names: Iterable[str], *, force: bool = False
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a file as a whole or not at all: next to its target, then renamed.
+    """Write a file completely or not at all: write it next to its target, then rename it.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     new = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
     try:
@@ -117,13 +117,13 @@ def parse_json(
     """The value of a JSON document; `pairs` makes its objects.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, too deep, has too many lists and objects, or text that is no Unicode.
+        ValueError: it is not JSON in UTF-8, is too deep, has too many lists and objects, or text that is no Unicode.
     """
     if content.count(b"[") + content.count(b"{") > nests:
         raise ValueError(f"it has over {nests:,} lists and objects")
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=pairs)
-        if b"\\u" in content:  # half of a surrogate pair passes as a string and cannot be written again
+        if b"\\u" in content:  # json.loads accepts half of a surrogate pair, which cannot be encoded again
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at line {error.lineno}") from None
@@ -132,7 +132,7 @@ def parse_json(
     except UnicodeError:
         raise ValueError("it has text that is not valid Unicode") from None
     level = [value]
-    for _ in range(_MAX_DEPTH):  # what copies or compares a value calls itself for each level
+    for _ in range(_MAX_DEPTH):  # a limit, since functions that copy or compare a value recurse for each level
         level = [item for each in level for item in _items(each) if isinstance(item, dict | list)]
     if level:
         raise ValueError("it is nested too deeply")
@@ -140,10 +140,10 @@ def parse_json(
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML document, of the types that JSON has.
+    """The value of a YAML document that has only types of JSON.
 
     Raises:
-        ValueError: it is no YAML, has a key twice or a value of another type, or grows too deep or too large.
+        ValueError: it is no YAML, has a key twice or a value of another type, or expands too deep or too large.
     """
     import yaml
 
@@ -159,7 +159,7 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     level = [value]
-    for _ in range(_MAX_DEPTH):  # an anchor's value may stand in itself, or double with each level
+    for _ in range(_MAX_DEPTH):  # an anchor's value may contain itself, or double with each level
         keys = [key for each in level if isinstance(each, dict) for key in each]
         for one in (*(each for each in level if not isinstance(each, _JSON)), *(k for k in keys if type(k) is not str)):
             raise ValueError(f"a {type(one).__name__} ({str(one)[:80]}) cannot be written as JSON")
@@ -174,10 +174,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of a document.
+    """The mapping with these pairs of a document.
 
     Raises:
-        ValueError: a key stands in it twice, which parsers read differently.
+        ValueError: a key occurs twice, which parsers read differently.
     """
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -196,7 +196,7 @@ def model_folder(source: str | Path) -> Path | None:
     """The folder that `source` names; None if it is a hub id.
 
     Raises:
-        ModelError: it is a path where no folder is.
+        ModelError: `source` is a path, and no folder is there.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -212,7 +212,7 @@ def patched_folder_at(directory: str | Path) -> Path:
     """The folder `directory`.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the folder does not exist.
     """
     if not Path(directory).is_dir():
         raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
@@ -220,10 +220,10 @@ def patched_folder_at(directory: str | Path) -> Path:
 
 
 def check_folder(root: Path) -> None:
-    """Check the files in `root`, folders below it not included, before a library opens one by its name.
+    """Check the files in `root`, but not in folders below it, before a library opens one by its name.
 
     Raises:
-        ModelError: one is a pipe, a device, a socket or a broken link, or a JSON file of more bytes than any model's.
+        ModelError: a file is a pipe, a device, a socket or a broken link, or a JSON file larger than any model's.
     """
     with os.scandir(root) as entries:
         for entry in entries:
@@ -234,7 +234,7 @@ def check_side_file(path: Path) -> None:
     """Check one file as `check_folder` does; a folder passes.
 
     Raises:
-        ModelError: it does not pass.
+        ModelError: the file does not pass, or its name is not printable.
     """
     if not path.name.isprintable():
         raise ModelError(f"A file in {str(path.parent)!a} has the unprintable name {path.name!a}.")

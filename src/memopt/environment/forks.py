@@ -1,4 +1,4 @@
-"""Independent work at the same time, in forks of the process: for the command line, which owns its process."""
+"""Runs independent work in parallel, in forks of the process. For the command line only, which owns its process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-#: Processes at one time: each takes some hundred MB.
+#: Most processes at a time: each takes some hundred MB.
 _MOST = 4
-#: Of Linux's prctl.h.
+#: A constant of Linux's prctl.h.
 _PR_SET_PDEATHSIG = 1
 _allowed: ContextVar[bool] = ContextVar("allowed", default=False)
 
 
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
-    """Inside, `each` may fork. A process of somebody else's may hold threads and devices that a fork breaks."""
+    """Inside, `each` may fork. By default it may not, since a fork can break threads and devices of a host process."""
     token = _allowed.set(True)
     try:
         yield
@@ -29,7 +29,7 @@ def forking() -> Iterator[None]:
 
 
 def processes() -> int:
-    """How many processes `each` uses at most, this one included; 1 if a fork would not be sound."""
+    """The most processes that `each` uses, this one included; 1 if a fork would not be safe."""
     if not _allowed.get() or sys.platform != "linux":
         return 1
     import torch
@@ -40,10 +40,10 @@ def processes() -> int:
 
 
 def each(work: Sequence[Callable[[], T]], begun: Callable[[int], object] = lambda number: None) -> list[T]:
-    """The results of `work`, in order; they have to be picklable.
+    """The results of `work`, in order; they must be picklable.
 
-    What a fork did not finish is done here, so an error is that of the first in order, as without forks.
-    `begun` is told the number of what this process begins; forks have begun those before.
+    This process repeats work that failed or was not finished, so the error of the first function in order is raised, as
+    without forks. `begun` is called with the number of each function that this process begins.
     """
     count = min(processes(), len(work))
     if count < 2:
@@ -60,10 +60,10 @@ def each(work: Sequence[Callable[[], T]], begun: Callable[[int], object] = lambd
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_work, args=(work, claims, sender), daemon=True)
             with sender, warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of threads, which it does not need
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads; forks need none
                 try:
                     process.start()
-                except OSError:  # no process or memory left for it: this one does the work
+                except OSError:  # no process or memory is left: this process does the work
                     receiver.close()
                     break
             workers.append((process, receiver))
@@ -88,7 +88,7 @@ def _told(do: Callable[[], T], begun: Callable[[int], object], number: int) -> T
 def _claimed(
     work: Sequence[Callable[[], T]], claims: int, begun: Callable[[int], object] = lambda number: None
 ) -> dict[int, T]:
-    """Number -> result of those that no other process took first."""
+    """Number -> result of each function that this process takes before another one does."""
     done: dict[int, T] = {}
     while number := os.read(claims, 1):
         begun(number[0])
@@ -104,12 +104,12 @@ def _work(work: Sequence[Callable[[], Any]], claims: int, sender: Any) -> None:
 
     import torch
 
-    # Nobody waits for a process whose parent was killed.
+    # End this process when its parent is killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid or not _autograd_runs():
         return
-    # A thread of the parent may hold a lock of its streams; its pool of threads does not exist here (DataLoader too).
+    # A parent's thread may hold a lock of its streams. Its thread pool is not in the fork (as in DataLoader workers).
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -118,7 +118,7 @@ def _work(work: Sequence[Callable[[], Any]], claims: int, sender: Any) -> None:
 
 
 def _autograd_runs() -> bool:
-    """Whether backward runs in this fork: not where the parent's has begun threads, one for each accelerator."""
+    """Whether backward runs in this fork: not if the parent's backward has started threads, one per accelerator."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""Global random generators: what memopt draws must not change what a training run draws afterwards."""
+"""Global random generators: random numbers that memopt draws must not change those of the user's training run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """On leaving, every global generator is as it was: Python's, numpy's, and torch's of the CPU and of CUDA or ROCm.
+    """Restores every global generator at exit: Python's, numpy's, and torch's of the CPU and of CUDA or ROCm.
 
-    Also a decorator, for the public functions. A forward may draw from any of them.
+    Also a decorator, for the public functions. A model's forward may draw from any of these generators.
     """
     python, numpy = random.getstate(), np.random.get_state()
-    # Where CUDA was not used yet nothing is read: that would start it.
+    # Do not read CUDA's state before its first use: that would initialise CUDA.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         try:
@@ -28,5 +28,5 @@ def generators_kept() -> Iterator[None]:
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed torch's CPU generator alone; ``torch.manual_seed`` seeds every device's, also of those not used yet."""
+    """Seed only torch's CPU generator; ``torch.manual_seed`` seeds all devices, also devices that are not used yet."""
     torch.default_generator.manual_seed(seed)

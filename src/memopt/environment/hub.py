@@ -1,7 +1,7 @@
-"""Access to the model hub: one request finds out whether it answers, and memopt waits only where Ctrl-C can end the
-wait.
+"""Access to the model hub: one request tests whether the hub answers, and Ctrl-C can end every wait for it.
 
-A hub that accepts connections and stays silent would hold the request for every file, and every retry, to its timeout.
+Without the test, a hub that accepts connections and never answers would delay every request for a file, and every
+retry, until its timeout.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Seconds within which the hub has to answer one small request; slow mirrors do.
+#: Seconds within which the hub must answer one small request; enough for slow mirrors.
 PATIENCE = 12.0
-#: Seconds for which its answer, or its silence, counts.
+#: Seconds for which the result of such a request is reused.
 _REMEMBERED = 300.0
 
-#: Endpoint -> (when it was asked, whether it answered).
+#: Endpoint -> (time of the last request, whether it was answered).
 _asked: dict[str, tuple[float, bool]] = {}
 
 
 def hub_answers(model: str, revision: str | None = None) -> bool:
-    """Whether the hub may be asked about `model` (HF_HUB_OFFLINE) and answers; waits at most `PATIENCE` seconds.
+    """Whether the hub answers a request about `model`; false with HF_HUB_OFFLINE. Waits at most `PATIENCE` seconds.
 
     Raises:
         HFValidationError: `model` is no hub id.
@@ -51,10 +51,10 @@ def hub_answers(model: str, revision: str | None = None) -> bool:
 
 
 def in_thread(call: Callable[[], T], seconds: float | None = None) -> T:
-    """What `call` returns or raises; Ctrl-C ends the wait at once, although the call may go on.
+    """The result or exception of `call`, run in a thread. Ctrl-C ends the wait at once; the thread may go on.
 
     Raises:
-        TimeoutError: it took longer than `seconds`.
+        TimeoutError: the call took longer than `seconds`.
     """
     future: Future[T] = Future()
 
@@ -69,11 +69,11 @@ def in_thread(call: Callable[[], T], seconds: float | None = None) -> T:
 
 
 def _answers(url: str) -> bool:
-    """Whether anything, an error status too, comes back from `url`."""
+    """Whether `url` returns any response, also one with an error status."""
     session = huggingface_hub.get_session()
     try:
-        # The limit of the request does not hold while a name is looked up, nor for an answer that trickles in.
+        # The request's own timeout does not cover the name lookup, nor a response that arrives slowly byte by byte.
         in_thread(lambda: session.head(url, timeout=PATIENCE, follow_redirects=False), PATIENCE)
-    except Exception:  # of whichever library the session is
+    except Exception:  # sessions of different libraries raise different exceptions
         return False
     return True

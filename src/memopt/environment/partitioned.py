@@ -16,32 +16,32 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a parameter of ZeRO-3."""
+    """Whether `tensor` is a parameter that ZeRO-3 partitions."""
     return hasattr(tensor, "ds_id")
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
-    """The shape of `tensor`, of a partitioned parameter that of the whole."""
+    """The shape of `tensor`; for a partitioned parameter the shape of the whole parameter."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def gathered(module: nn.Module) -> AbstractContextManager[Any]:
-    """Inside, the partitioned parameters of `module` are whole; every rank has to enter it for the same module."""
+    """Inside, the partitioned parameters of `module` are whole. All ranks must enter it for the same module."""
     parts = [p for p in module.parameters() if is_partitioned(p)]
     deepspeed: Any = sys.modules.get("deepspeed")
     return deepspeed.zero.GatheredParameters(parts) if parts and deepspeed else nullcontext()
 
 
 def gathers_for_its_calls(module: nn.Module, hooks: Iterable[Any]) -> bool:
-    """Whether the parameters of `module` are partitioned, and `hooks` are those alone by which ZeRO-3 gathers them."""
+    """Whether all parameters of `module` are partitioned, and all `hooks` are hooks of ZeRO-3, which gather them."""
     ours = [str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks]
     return bool(ours) and all(ours) and all(map(is_partitioned, module.parameters()))
 
 
 def fetch_before(node: Any) -> tuple[nn.Module, Callable[[torch.Tensor], None]] | None:
-    """The module whose weights ZeRO-3 fetches when backward comes to `node`, and a hook of a tensor that does the same.
+    """The module whose weights ZeRO-3 fetches when backward reaches `node`, and a tensor hook that fetches them too.
 
-    None for any other node. ZeRO-3 passes each output of a module through such a node, which returns what it is given.
+    None for any other node. ZeRO-3 passes each output of a module through such a node, which returns its input.
     """
     if type(node).__name__ != "PreBackwardFunctionForModuleBackward":
         return None
@@ -51,7 +51,7 @@ def fetch_before(node: Any) -> tuple[nn.Module, Callable[[torch.Tensor], None]] 
 
 @functools.cache
 def _steps_of_optimizers() -> list[int]:
-    """How many steps optimizers have made since this was first called."""
+    """A list of one number: how many steps all optimizers have made since the first call of this function."""
     count = [0]
 
     def stepped(*_: object) -> None:
@@ -62,17 +62,17 @@ def _steps_of_optimizers() -> list[int]:
 
 
 def version_of_partitioned() -> int:
-    """Another number after an optimizer's step: ZeRO-3 writes its parameters where no version counter sees it."""
+    """A number that each optimizer step changes: ZeRO-3 writes to its parameters without changing their versions."""
     return _steps_of_optimizers()[0]
 
 
 @contextmanager
 def hooks_lifted(model: nn.Module) -> Iterator[None]:
-    """Inside, modules have the forwards that accelerate's hooks are around; afterwards the hooks are around those of
-    the modules' classes then.
+    """Inside, modules run the forwards inside accelerate's hooks. Afterwards these hooks wrap the forwards that the
+    modules' classes have by then.
 
-    Hooks that load weights for one call alone (offload to CPU or disk) stay: such modules keep their forward. So do
-    those of a forward that somebody had put in place of the class's.
+    Two kinds of hooks stay: hooks that load weights for one call (offload to CPU or disk), and hooks around a forward
+    that replaced the class's forward.
     """
     lifted = [each for each in model.modules() if _hooks_its_class(each) and not offloads(each)]
     forwards = [vars(each).pop("forward") for each in lifted]
@@ -84,7 +84,7 @@ def hooks_lifted(model: nn.Module) -> Iterator[None]:
 
 
 def _hooks_its_class(module: nn.Module) -> bool:
-    """Whether accelerate's hook on `module` is around the forward of the module's class."""
+    """Whether accelerate's hook on `module` wraps the forward of the module's class."""
     inner = getattr(vars(module).get("_old_forward"), "__func__", None)
     return "forward" in vars(module) and inner is type(module).forward
 
@@ -105,8 +105,8 @@ def is_only_moved(module: nn.Module) -> bool:
 def before_sharding(change: Callable[[nn.Module], object]) -> Iterator[None]:
     """Inside, `change` gets every model on meta that ``from_pretrained(distributed_config=...)`` is about to shard.
 
-    What FSDP2 has sharded admits no other parameters, and each rank reads its shards alone. Without effect where
-    transformers has no ``maybe_distribute_model``.
+    Later is too late: a module that FSDP2 has sharded takes no other parameters, and each rank reads only its shards.
+    This has no effect if transformers has no ``maybe_distribute_model``.
     """
     from transformers import PreTrainedModel
 

@@ -18,7 +18,7 @@ __all__ = ["Entry", "Plan", "make_plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe does to a model: one entry for each site."""
+    """The decisions of a recipe about a model: one entry for each site."""
 
     recipe: Recipe
     sites: Sites
@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def why_nothing(self) -> str:
-        """The reasons, as one phrase, of a plan that rewrites nothing."""
+        """One phrase with the reasons why the plan rewrites nothing."""
         usual = [its for its, rules in _ruled() if not rules().is_off]
         reasons = sorted({entry.reason for entry in self.refusals if entry.kind in {its.kind for its in usual}})
         return "; ".join(reasons[:3]) or f"it has no {_one_of(usual)}"
@@ -71,7 +71,7 @@ class Plan:
                     yield f"Recipe '{self.recipe.name}': {key} '{pattern}' matches no {_one_of(about)} of this model."
 
     def chosen(self, kind: str, *actions: str) -> tuple[Any, ...]:
-        """Sites of a kind whose action is one of `actions`; without any, all that are rewritten."""
+        """Sites of a kind whose action is one of `actions`; without `actions`, all rewritten sites of the kind."""
         names = {
             entry.site
             for entry in self.entries
@@ -86,7 +86,7 @@ class Plan:
         )
 
     def folds(self) -> tuple[Any, ...]:
-        """Sites whose parameters are folded into those of their readers."""
+        """Sites whose parameters are folded into the parameters of their readers."""
         return tuple(site for kind, its in rows().items() if its.fold for site in self.chosen(kind, its.fold))
 
     def without_folds(self, reasons: dict[str, str]) -> Plan:
@@ -102,8 +102,8 @@ class Plan:
         return dataclasses.replace(self, entries=tuple(map(revised, self.entries)))
 
     def left(self, kind: str, module: str, reason: str) -> Plan:
-        """The plan with the rewrite of `module` as a site of `kind` refused: the site `module` itself, sites inside it
-        (its weights), or the site around it."""
+        """The plan with rewrites of `kind` at `module` refused: at the site `module`, else at sites inside it (its
+        weights), else at sites around it."""
         planned = [entry.site for entry in self.rewrites if entry.kind == kind]
         inside = [site for site in planned if is_inside(site, module)]
         sites = {module} if module in planned else {*inside} or {each for each in planned if is_inside(module, each)}
@@ -155,13 +155,13 @@ def make_plan(sites: Sites, recipe: Recipe) -> Plan:
 
 
 def _ruled() -> list[tuple[Rows, type[Rules]]]:
-    """The rows of each kind that has a key in recipes, and their rules."""
+    """(rows, rules) of each kind of site that has a key in recipes."""
     ruled = ((patch.rows, patch.rules) for patch in patches())
     return [(its, rules) for its, rules in ruled if its is not None and its.noun and rules is not None]
 
 
 def _selected(patch: Patch, sites: Sites) -> Iterator[str]:
-    """Names of modules that ``targets`` and ``ignore`` may mean."""
+    """Names of modules that ``targets`` and ``ignore`` can select."""
     for name, site in patch.propose(sites) if patch.rows is not None and patch.rows.are_selected else ():
         yield getattr(site, "module", name)
 

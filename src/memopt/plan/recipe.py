@@ -31,8 +31,8 @@ class Recipe(Strict):
     name: str
     description: str = ""
     gradient_error: float = Field(default=0.0, ge=0.0)
-    """The relative error of the gradient (of its norm) that the recipe declares; 0 for exact ones. It does not include
-    the noise of sampling, which is unbiased and depends on the model and its data."""
+    """The declared relative error of the gradient (of its norm); 0 for an exact recipe. It does not include the noise
+    of sampling, which is unbiased and depends on the model and its data."""
     targets: tuple[str, ...] = Field(default=("*",))
     """Module names (shell wildcards) that may be rewritten."""
     ignore: tuple[str, ...] = ()
@@ -44,12 +44,12 @@ class Recipe(Strict):
 
     @property
     def effects(self) -> frozenset[Effect]:
-        """Effects of the rules on gradients, beside rounding."""
+        """Effects of the rules on gradients, apart from rounding."""
         return frozenset(rules.effect for rules in self._all_rules().values()) - {"exact"}
 
     @property
     def folds(self) -> bool:
-        """Whether it changes the weights of a checkpoint."""
+        """Whether the recipe changes the weights of a checkpoint."""
         return any(rules.folds for rules in self._all_rules().values())
 
     @property
@@ -58,7 +58,7 @@ class Recipe(Strict):
         return any(rules.changes_outputs for rules in self._all_rules().values())
 
     def rules(self, kind: type[R]) -> R:
-        """The rules of that kind; their defaults if no patch has such rules."""
+        """The rules of class `kind`; their defaults if no patch has such rules."""
         return next((rules for rules in self._all_rules().values() if isinstance(rules, kind)), kind())
 
     def is_off(self, key: str) -> bool:
@@ -71,7 +71,7 @@ class Recipe(Strict):
         return tuple(f"{key}.method=none" for key, rules in self._all_rules().items() if rules.effect in effects)
 
     def unfolded(self) -> Recipe:
-        """The recipe for a model in memory, whose weights do not change."""
+        """The recipe without folds, for a model in memory, whose weights must not change."""
         settings = (
             f"{key}.{field}={to}" for key, r in self._all_rules().items() for field, to in r.in_memory().items()
         )
@@ -129,7 +129,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def modernised(data: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as an older memopt wrote it, in today's spelling."""
+    """A recipe that an older memopt wrote, in today's spelling."""
     result = dict(data)
     for key, rules in _rules_of_patches():
         if rules.old_key in result and key not in result:
@@ -188,7 +188,7 @@ def _set(data: dict[str, Any], override: str) -> None:
 
 
 def _tuples(value: Any) -> Any:
-    """YAML has lists only; the recipe's sequences are tuples."""
+    """`value` with tuples for lists: YAML has only lists, and the recipe's sequences are tuples."""
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The shipped recipes by name. It imports only the standard library, so a shell completes their names at once."""
+"""The shipped recipes by name. This file imports only the standard library, so shell completion of names is fast."""
 
 from __future__ import annotations
 

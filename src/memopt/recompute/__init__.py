@@ -1,11 +1,11 @@
-"""How memopt says 'compute this tensor again', in one way: an expression (docs/recompute.md).
+"""The one way in which memopt describes how to recompute a tensor: an expression (docs/recompute.md).
 
-`expression` is what is said: a first value, made of tensors that are saved anyway, and steps from there on;
-`rules` says of which nodes of the autograd graph the output can be a first value, `operations` registers PyTorch's own;
-`chains` follows the elementwise operations of a forward back to what they begin with;
-`graph` and `calls` record steps: from the autograd graph, and from the functions that a module's forward calls;
-`versions` tells whether a tensor was changed in place;
-`specs` serves readers that save the inputs by their own autograd function; all readers share a recomputed output;
-`memopt.saved` serves all others: inside a scope they save a handle;
-`weights` are sums of a weight and an adapter's product.
+`expression`: a first value, computed from tensors that are saved anyway, and the steps from it to the tensor;
+`rules`: kinds of autograd nodes whose output can be a first value; `operations` registers PyTorch's own operations;
+`chains`: elementwise operations of a forward, followed back to the tensors that they begin with;
+`graph` and `calls`: record steps from the autograd graph, and from the functions that a module's forward calls;
+`versions`: tests whether a tensor was changed in place;
+`specs`: for readers whose own autograd function saves the inputs of an expression; they share a recomputed output;
+`memopt.saved`: for all other readers, which save a handle inside a scope;
+`weights`: weights that are the sum of a weight and an adapter's product.
 """

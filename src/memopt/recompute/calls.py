@@ -1,8 +1,8 @@
-"""Records expressions from the functions that a module's forward calls: products and sums of them, through elementwise
+"""Records expressions from the functions that a module's forward calls: products and their sums, through elementwise
 operations, gathers and views.
 
-The graph does not hold all that has to be known: a mask that is added leaves nothing in it. The node of the product has
-saved both factors, so nothing but what the operations read beside the scores (a mask, a bias) has to be kept.
+The graph lacks tensors that recomputing needs: it has no trace of an added mask. The product's node has saved both
+factors, so the only tensors to keep are those that operations read beside the scores (a mask, a bias).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _VIEWS = frozenset(
     f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Permute", "Transpose")
 )  # einsum permutes dimensions of size 1
 _PRODUCT = Rule(lambda node: torch.bmm(saved(node, "self"), saved(node, "mat2")), lambda node: True, PROBABILITIES)
-#: Of a product whose factors are both read: its step takes no first value.
+#: The rule of a product that reads both factors as `Read`: its step ignores the first value.
 _READ = Rule(lambda node: torch.empty(0), lambda node: True, PROBABILITIES)
-#: Products that one expression may have: a sum of a tensor and itself would double them each time.
+#: Most products in one expression: each sum of a tensor and itself would double their number.
 MOST_PRODUCTS = 4
 
 PRODUCTS = frozenset({torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm})
@@ -54,9 +54,9 @@ def _steps(meant: Mapping[str, str]) -> dict[Any, Callable[..., Tensor]]:
     return {getattr(owner, name): getattr(owner, meant[name]) for owner, name in owners}
 
 
-#: Operations whose node saves what they read beside a tensor that has a gradient.
+#: Operations whose node saves the tensors that they read beside a tensor with a gradient.
 _SAVING = frozenset(getattr(owner, name) for owner in (Tensor, torch) for name in _SAVED if hasattr(owner, name))
-#: Operations that are followed -> what computes the same into a new tensor.
+#: Operations that are followed -> the function that computes their result into a new tensor.
 STEPS: dict[Any, Callable[..., Tensor]] = {
     **_steps({name: name for name in (*_ELEMENTWISE, *_LAID_OUT, "gather")}),
     **_steps({"__truediv__": "div", **_OPERATORS, **_WRITTEN, **_IN_PLACE}),
@@ -65,7 +65,7 @@ STEPS: dict[Any, Callable[..., Tensor]] = {
 
 
 class _Scores(NamedTuple):
-    """A tensor that is followed."""
+    """A followed tensor, with its expression."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -73,7 +73,7 @@ class _Scores(NamedTuple):
 
 
 class Followed:
-    """The tensors of one forward of which it is known how they are recomputed."""
+    """The tensors of one forward that can be recomputed, with their expressions."""
 
     def __init__(self, given: Iterable[Any]) -> None:
         """`given` are the arguments of the forward."""
@@ -85,14 +85,14 @@ class Followed:
         return not self._known
 
     def expression_of(self, x: Any) -> Expression | None:
-        """How `x` is recomputed; None where that is not known, or where it was changed in place since."""
+        """The expression of `x`; None if `x` is not followed, or was changed in place since."""
         known = self._known.get(id(x))
         if known is None or known.tensor() is not x:
             return None
         return known.expression if known.version == x._version else None  # type: ignore[union-attr]
 
     def among(self, args: Sequence[Any]) -> tuple[Expression, Tensor] | None:
-        """The first of these arguments that can be recomputed."""
+        """The first of these arguments that is followed, behind its expression."""
         for each in args:
             if type(each) in (list, tuple):
                 found = self.among(each)
@@ -103,8 +103,8 @@ class Followed:
         return None
 
     def product(self, function: Any, args: Sequence[Any], output: Any) -> None:
-        """`output` is what `function`, one of `PRODUCTS`, returned for `args`."""
-        # Then views of the product's own result have left its elements in their order.
+        """Record that `function`, one of `PRODUCTS`, returned `output` for `args`."""
+        # If `output` is contiguous, the views after the product have kept the order of its elements.
         if type(output) not in _PLAIN_TYPES or not output.is_contiguous() or output.storage_offset():
             return
         node: Node = output.grad_fn
@@ -112,7 +112,7 @@ class Followed:
             node = node.next_functions[0][0]
         if node is None or node.name() != _BMM:
             return
-        # It has saved both factors where both have a gradient, else the one that has none.
+        # The node has saved both factors if both need a gradient; otherwise only the factor without one.
         if all(edge is not None for edge, _ in node.next_functions):
             self._note(output, Expression(node, _PRODUCT, (step(Tensor.view, output.shape),)))
         elif function is not torch.einsum and len(args) == 2 and all(_is_read_as_it_is(each, output) for each in args):
@@ -124,16 +124,16 @@ class Followed:
                 self._note(output, Expression(node, _READ, ((function, (Beside(0), Beside(1)), ()),), tuple(reads)))
 
     def made_by_a_rule(self, output: Tensor) -> None:
-        """`output` is that of a node with a rule of its own, whose backward comes after those of its readers."""
+        """Record the output of a node that has a rule; the backwards of all its readers run before the node's."""
         self._note(output, Expression(output.grad_fn, rule_of(output.grad_fn)))
 
     def step(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], before: Expression, x: Tensor, output: Any
     ) -> None:
-        """`output` is what one of `STEPS` made of `x`, which is computed as `before` says, and of other arguments."""
+        """Record that `function`, one of `STEPS`, made `output` from `x`, with the expression `before`, and others."""
         if type(output) is not type(x) or output.device != x.device:
             return
-        if output is not x and any(output is each for each in args):  # written into: what it held before is gone
+        if output is not x and any(output is each for each in args):  # written into: its old value is gone
             return
         reads = list(before.reads)
         steps = [*before.steps, cast_to(output.dtype)]
@@ -141,19 +141,19 @@ class Followed:
             places, placed = {id(x): VALUE}, functools.partial(self._placed, saves=STEPS[function] in _SAVING)
             named = tuple((name, placed(each, places, reads)) for name, each in kwargs.items())
             steps[-1:] = [(STEPS[function], placed(args, places, reads), named)]
-            if output is x:  # written in place, in the dtype that it had
+            if output is x:  # written in place: `x` keeps its dtype
                 steps.append(cast_to(output.dtype))
         elif output is x:
             return
         if _products(steps) > MOST_PRODUCTS:
             return
-        # What is made here and as large would live longer, to be kept in the scores' place.
+        # Tensors made here, if as large as the scores, would live longer and free nothing.
         here = 2 * _bytes([each for each in reads if each.made_here])
         if here <= output.nbytes and all(type(each.tensor) in _PLAIN_TYPES for each in reads):
             self._note(output, Expression(before.node, before.rule, tuple(steps), tuple(reads)))
 
     def _placed(self, each: Any, places: dict[int, Beside], reads: list[Read], saves: bool) -> Any:
-        """What stands in a step for this argument; `reads` gets the tensors in it that have no place yet."""
+        """The argument of a step that stands for `each`; tensors without a place are appended to `reads`."""
         if type(each) in (list, tuple):
             return tuple([self._placed(part, places, reads, saves) for part in each])
         if isinstance(each, Tensor) and id(each) not in places:
@@ -166,46 +166,46 @@ class Followed:
 
     def _read(self, other: Tensor, *, is_saved: bool) -> Read:
         base = other if other._base is None else other._base
-        # Sharding may have freed a parameter by the time of backward.
+        # Copy a parameter: sharded training may free it before backward.
         is_parameter = base.grad_fn is None and base.requires_grad
         tensor = other.detach().clone() if is_parameter else other.detach()
         made_here = storage_id(tensor.untyped_storage()) not in self._given
-        # What has a graph may be saved as a handle.
+        # A tensor with a grad_fn may be saved as a handle: do not count on its being kept.
         return Read(tensor, tensor._version, made_here, is_saved and base.grad_fn is None and not is_parameter)
 
     def _note(self, output: Tensor, expression: Expression) -> None:
         if output.requires_grad:
             key = id(output)
-            # What a step has read lives no longer than what it made.
+            # The tensors that a step has read are held no longer than its output lives.
             reference = weakref.ref(output, lambda _: self._known.pop(key, None))
             self._known[key] = _Scores(reference, output._version, expression)
 
 
 def _is_read_as_it_is(factor: Any, output: Tensor) -> bool:
-    """Whether the product is that of the factor itself, not of a cast, nor of a parameter, which may be sharded."""
+    """Whether the product reads this factor itself, not a cast of it; false for a parameter, which may be sharded."""
     if type(factor) not in _PLAIN_TYPES or isinstance(factor if factor._base is None else factor._base, nn.Parameter):
         return False
     return bool(factor.dim() > 2 and factor.dtype == output.dtype)
 
 
 def _products(steps: Iterable[Any]) -> int:
-    """How many products an expression with these steps computes."""
+    """The number of products that an expression with these steps computes."""
     parts = [part for _, args, named in steps for part in (*args, *dict(named).values())]
     others = [each for part in parts for each in (part if type(part) is tuple else (part,))]
     return 1 + sum(_products(each.expression.steps) for each in others if type(each) is Other)
 
 
 def costs_less_than(nbytes: int, reads: Sequence[Read]) -> bool:
-    """Whether keeping what the steps have read is worth leaving out so many bytes, and nothing of it has changed.
+    """Whether keeping the tensors `reads` takes at most `nbytes`, the bytes that it frees, and none has changed.
 
-    What other layers read as well is kept once for all; if none does, no more is kept than before.
+    A tensor that other layers read as well is kept once for all. If no layer shares one, no more is kept than before.
     """
     unchanged = all(each.tensor._version == each.version for each in reads)
     return unchanged and _bytes(reads) <= nbytes
 
 
 def _bytes(reads: Sequence[Read]) -> int:
-    """Of all storages but those that are saved anyway."""
+    """Bytes of the storages of `reads`, without the storages that are saved anyway."""
     storages = {storage_id(storage := each.tensor.untyped_storage()): storage.nbytes() for each in reads}
     for each in reads:
         if each.is_saved:

@@ -1,7 +1,7 @@
 """Chains of elementwise operations and views in a forward, followed back to the tensors that they begin with.
 
-A chain is recomputed from these tensors, its *sources*, where stock operations save more than the sources. That is
-measured once for each form of a call: `x * y` saves one factor, both or none, `sigmoid` saves its result.
+A chain is recomputed from these tensors, its *sources*, if stock operations would save more bytes. The bytes of an
+operation are measured once for each form of a call: `x * y` saves one factor, both or none, `sigmoid` saves its result.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def _functions(names: str, *owners: Any) -> frozenset[Any]:
     return frozenset(getattr(each, name) for each in owners for name in names.split() if hasattr(each, name))
 
 
-#: Functions that give views, or copies of all elements.
+#: Functions that return views, or copies of all elements.
 _ARE_VIEWS = _functions(_VIEWS, Tensor, torch)
 #: Functions that are followed.
 FOLLOWED = _ARE_VIEWS | _functions(_ELEMENTWISE, Tensor, torch, F)
-#: Of views; others gather.
+#: Types of indices that select a view; other indices gather.
 _INDICES = (int, slice, type(None), type(...))
-#: The least saving, as a part of the sources; and a parameter that is copied, as a part of the operands.
+#: The least saving, relative to the sources; and the largest copied parameter, relative to the largest operand.
 _LEAST, _SMALL = 1 / 16, 1 / 16
-#: Operations of one chain, at most; one that several others read counts for each.
+#: Most operations of one chain; an operation that several others read counts once for each.
 _LONGEST = 64
 
 
@@ -75,7 +75,7 @@ class ChainCall:
 
 
 class _Made(NamedTuple):
-    """A tensor that an operation made, and which one it is of several outputs."""
+    """A tensor that an operation made, and its index if the operation has several outputs."""
 
     call: ChainCall
     part: int | None
@@ -91,8 +91,8 @@ class _Place(NamedTuple):
     part: int | None
 
 
-#: Form of a call -> the operands that it saves, and other tensors as a part of the largest operand; None if it returns
-#: one of its operands, or is not known.
+#: Form of a call -> (indices of the operands that it saves, bytes of other saved tensors relative to the largest
+#: operand); None if it returns one of its operands or cannot be measured.
 _measured: dict[Any, tuple[list[int], float] | None] = {}
 #: replace(value, run, sources, parameters) -> `value`, which is ``run(sources, parameters)``, with a node that saves
 #: the sources and copies of the parameters.
@@ -103,8 +103,8 @@ class Chains:
     """The chains in one call of a module.
 
     Args:
-        replace: gives the result of an operation another node where its chain saves less; None: stock operations run.
-        found: called with the bytes that such a chain saves less, and its last operation.
+        replace: gives the result of an operation a node that recomputes the chain, if that saves bytes; None: never.
+        found: called with the number of bytes that such a chain saves, and its last operation.
     """
 
     def __init__(self, replace: Replace | None, found: Callable[[int, ChainCall], None] | None = None) -> None:
@@ -153,7 +153,7 @@ class Chains:
         operands = {id(each): self._operand(each) for each in given}
         placed = [_mapped(lambda each: operands.get(id(each), each), values) for values in (args, dict(kwargs))]
         call = ChainCall(function, placed[0], placed[1], [*operands.values()])
-        # Sharding may have freed a parameter by the time of backward: a copy of it is saved, and it should be small.
+        # Sharded training may free a parameter before backward: a copy of it is saved, so it must be small.
         copied = [each.tensor.numel() for each in call.sources if each.is_parameter]
         if len(copied) == len(call.sources) or max(copied, default=0) > _SMALL * max(each.numel() for each in given):
             return None
@@ -161,7 +161,7 @@ class Chains:
 
     def _operand(self, x: Tensor) -> _Operand:
         known = self._known.get(id(x))
-        # A hook gets the gradient of a tensor in the graph.
+        # A tensor with a hook or retain_grad begins a new chain: its gradient must exist in the graph.
         if known is not None and known[0]() is x and known[1] == x._version and not (tensor_hooks(x) or x.retains_grad):
             made = known[2]
             if all(each.tensor._version == each.version for each in made.call.sources):
@@ -172,7 +172,7 @@ class Chains:
         return source
 
     def _is_worth_it(self, call: ChainCall, saved: Sequence[int], others: float, given: Sequence[Tensor]) -> bool:
-        """Whether the sources take less than what stock operations save of the chain."""
+        """Whether the sources take fewer bytes than the tensors that stock operations save for the chain."""
         for i in saved:
             if (filled := _filled_by(self._operand(given[i]))) is not None:
                 call.saved[filled] = (filled.tensor if isinstance(filled, _Source) else given[i]).nbytes
@@ -191,7 +191,7 @@ class Chains:
 
 
 def in_order(last: ChainCall) -> list[ChainCall]:
-    """The operations of a chain, as they ran: backward adds up gradients in the order of the forward."""
+    """The operations of a chain in the order of the forward, so that backward sums gradients in the stock order."""
     todo, found = [last], {last}
     while todo:
         before = todo.pop().before
@@ -201,7 +201,7 @@ def in_order(last: ChainCall) -> list[ChainCall]:
 
 
 def _steps(last: ChainCall) -> tuple[Callable[..., Tensor], list[Tensor], list[Tensor]]:
-    """A chain as a function without tensors, and the tensors: sources, parameters among them."""
+    """A chain as a function without tensors, its sources that are no parameters, and its parameters."""
     sources = sorted(last.sources, key=lambda each: each.is_parameter)
     numbers: dict[Any, int] = {each: i for i, each in enumerate(sources)}
 
@@ -243,7 +243,7 @@ def _filled_by(operand: _Operand) -> Any:
 
 
 def _measure(function: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> tuple[list[int], float] | None:
-    """On meta tensors, unseen by traces and hooks around; None if it does not run there."""
+    """The value for `_measured`, from a call on meta tensors that is hidden from active modes and hooks."""
     saved: list[Tensor] = []
     copies: dict[int, Tensor] = {}
     with no_modes(), no_torch_function(), contextlib.suppress(Exception):

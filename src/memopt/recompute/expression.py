@@ -1,4 +1,4 @@
-"""What a tensor is computed again from: a first value, of tensors that are saved anyway, and the steps since."""
+"""Expressions, which recompute a tensor: a first value from tensors that are saved anyway, and the steps since."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memopt.recompute.rules import Node, Rule
 
 
 class Beside(NamedTuple):
-    """Stands for a tensor that a step reads beside the value: which one of `Expression.reads`."""
+    """Stands for a tensor that a step reads beside the value: its index in `Expression.reads`."""
 
     place: int
 
 
-#: Stands for the value of the step before.
+#: Stands for the result of the previous step.
 VALUE = Beside(-1)
 #: (function, its arguments, pairs of a keyword and its argument), with `VALUE`, :class:`Beside` or :class:`Other` in
-#: the place of tensors. Hashable where it reads nothing beside the value; equal steps give the same result.
+#: the place of tensors. Hashable if it reads no tensor beside the value; equal steps have equal results.
 Step = tuple[Callable[..., Tensor], tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
@@ -35,7 +35,7 @@ def cast_to(dtype: torch.dtype) -> Step:
 
 
 class Branch(NamedTuple):
-    """Stands for the value after more steps: an operation reads two tensors that were made of the same one."""
+    """Stands for the value after more steps, in a step that reads several tensors made from the same value."""
 
     steps: tuple[Step, ...]
 
@@ -45,41 +45,41 @@ class Other(NamedTuple):
 
     expression: Expression
     first_read: int
-    """Its reads stand together among those of the expression that has the step, from this one on."""
+    """Index of the first of its reads, which are consecutive in the reads of the expression that has the step."""
 
 
 class Read(NamedTuple):
     """A tensor that a step has read beside the value."""
 
     tensor: Tensor
-    """Without a graph."""
+    """The tensor, detached."""
     version: int
     made_here: bool
-    """In the forward that is followed, for all that is known; what was made before is shared with other layers."""
+    """False if it was an argument of the followed forward: other layers may share it. True otherwise."""
     is_saved: bool = False
-    """By the operation that read it, for its own backward: keeping it takes no more memory."""
+    """Whether the operation that read it saves it for its own backward: keeping it takes no more memory."""
 
 
 class Expression(NamedTuple):
-    """How a tensor is computed again, while backward has not been through `node`."""
+    """How to recompute a tensor, until backward has freed the saved tensors of `node`."""
 
     node: Node
-    """Its saved tensors are the inputs; None where no rule speaks of the node that made the tensor."""
+    """The node of the first value, whose saved tensors are the inputs; None if it is not known."""
     rule: Rule | None
-    """Gives the first value."""
+    """Computes the first value; None if `node` has no rule."""
     steps: tuple[Step, ...] = ()
-    """What was done to the first value since, in order."""
+    """The steps from the first value to the tensor, in order."""
     reads: tuple[Read, ...] = ()
-    """What the steps read beside the value."""
+    """Tensors that the steps read beside the value."""
     to_prove: tuple[Any, ...] = ()
-    """The functions of all steps where it has to be seen that they give the tensor (`memopt.recompute.graph`)."""
+    """The functions of all steps, if their result must be compared with the tensor first (`memopt.recompute.graph`)."""
 
     def then(self, one: Step) -> Expression:
-        """This expression and one step more."""
+        """This expression with one more step."""
         return self._replace(steps=(*self.steps, one))
 
     def value(self, read: Sequence[Tensor] = ()) -> Tensor:
-        """The tensor; `read` are the tensors of `reads`, which need not be there."""
+        """The recomputed tensor; `read` are the tensors of `reads` (the expression may be without `reads`)."""
         return after(self.first(), self.steps, read)
 
     def first(self) -> Tensor:
@@ -89,7 +89,7 @@ class Expression(NamedTuple):
 
 
 def after(value: Tensor, steps: Iterable[Step], read: Sequence[Tensor] = ()) -> Tensor:
-    """`value` after these steps; where a copy lies in memory is the caller's affair."""
+    """`value` after these steps. A copy may be an alias or have other strides: the caller checks that."""
 
     for function, args, named in steps:
         value = function(

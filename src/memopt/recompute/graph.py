@@ -1,7 +1,7 @@
-"""Records expressions from the autograd graph: what was done to a tensor since a node with a rule made it.
+"""Records expressions from the autograd graph: the steps from the output of a node with a rule to a tensor.
 
-Followed are the operations of `memopt.recompute.steps`, and dropouts that can be repeated. An operation of several
-tensors is followed where all of them were made of one: rotary embeddings rotate a norm's output.
+It follows the operations of `memopt.recompute.steps`, and dropouts that can be repeated. It follows an operation of
+several tensors if all of them were made from one tensor, as in rotary embeddings of a norm's output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from memopt.torch_compat import input_metadata, saved, shows_saved
 
 #: Functions of ZeRO-3 that return their input (deepspeed/runtime/zero/parameter_offload.py), a class for each module.
 _SAME = frozenset({"PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward"})
-#: Nodes that are looked at on one way back from a tensor, and on all ways. A rotation takes about 8, and 20.
+#: Most nodes to visit on one path back from a tensor, and on all paths. A rotation takes about 8, and 20.
 _LONGEST, _MOST = 24, 80
 _EXPRESSION_KEY = "memopt.expression"
 _STOP, _STEP, _SUM, _SCALE = range(4)
@@ -58,13 +58,13 @@ def _kind(node: Node) -> int:
             kind = _STEP
         else:
             kind = _SUM if name in SUMS else _SCALE if name in SCALES else _STEP if name in JOINS else _STOP
-        if type(node).__name__ == name and name not in _SAME:  # whose type would keep the module
+        if type(node).__name__ == name and name not in _SAME:  # a type of _SAME would keep its module alive
             _kind_of_type[type(node)] = kind
     return kind
 
 
 def may_have_rule(node: Node) -> bool:
-    """Whether `expression_of` may find a node with a rule: one way back, without noting what was done on it."""
+    """Whether `expression_of` may find a node with a rule: a quick test along one path, without recording steps."""
     for _ in range(_LONGEST):
         if node is None:
             return False
@@ -77,7 +77,7 @@ def may_have_rule(node: Node) -> bool:
         first, last = edges[0][0], edges[-1][0]
         if kind == _SCALE and first is not None and last is not None:
             return rule_of(node) is not None
-        # A residual stream is a sum, too, but of something that no step was done to.
+        # A residual stream is a sum too, but one of its terms is not the output of a step.
         if kind == _SUM and (first is None or last is None or _STOP in (_kind(first), _kind(last))):
             return False
         node = first or last
@@ -85,11 +85,11 @@ def may_have_rule(node: Node) -> bool:
 
 
 def expression_of(node: Node) -> Expression:
-    """How the output of `node` is computed, below the steps that are followed.
+    """The expression of the output of `node`: the first node that is not followed, and the steps from its output.
 
-    Autocast and adapters cast; attention's output is copied into another layout for the linear behind it; convolutions
-    with borders of their own read a padded copy; adapters read a dropped-out one; queries and keys are rotated. The
-    rule is None where there is none.
+    Typical steps: casts (autocast, adapters), copies of attention's output in another layout for the next linear,
+    padded copies for convolutions, dropouts of adapters, rotations of queries and keys. The rule is None if the first
+    node has none.
     """
     expression: Expression | None = node.metadata.get(_EXPRESSION_KEY)
     if expression is None:
@@ -97,23 +97,23 @@ def expression_of(node: Node) -> Expression:
         done = tuple([function for function, _, _ in all_steps(steps)])
         to_prove = () if PLAIN.issuperset(done) else done
         expression = Expression(first, None if first is None else rule_of(first), steps, (), to_prove)
-        if first is not node and not _has(node, steps):  # it would own itself, and be there for ever
+        if first is not node and not _has(node, steps):  # else the node would own itself and never be freed
             node.metadata[_EXPRESSION_KEY] = expression
     return expression
 
 
 def _has(node: Node, values: Iterable[Any]) -> bool:
-    """Whether `node` is among `values` and the tuples in them: a step may read what its node saved."""
+    """Whether `node` is in `values` or their nested tuples: a step may hold its node to read a saved tensor."""
     return any(each is node or (isinstance(each, tuple) and _has(node, each)) for each in values)
 
 
 _Edge = tuple[Node, int]
 _Found = tuple[Node, tuple[Step, ...]]
-"""The first node on the way that no step is known of, and the steps since its output."""
+"""The first node on the path back that has no step, and the steps from its output."""
 
 
 def _back(edge: _Edge, left: list[int]) -> _Found | None:
-    """Follow a tensor back, while nodes are `left` to look at; None where what it was made of is not known."""
+    """Follow a tensor back over at most `left` nodes; None if its origin is not found."""
     steps: list[Step] = []
     while True:
         node, output = edge
@@ -123,7 +123,7 @@ def _back(edge: _Edge, left: list[int]) -> _Found | None:
         name, next_ = node.name(), 0
         if name in SPLITS:
             steps.append(SPLITS[name](node, output))
-        elif output:  # rules speak of first outputs
+        elif output:  # rules compute first outputs only
             return None
         elif name in STEP_OF:
             steps.append(STEP_OF[name](node))
@@ -137,7 +137,7 @@ def _back(edge: _Edge, left: list[int]) -> _Found | None:
             next_ = found[0]
             steps.append(found[1])
         elif name == CONSTANT_PAD and shows_saved(name) and not steps:  # the constant is read from the tensor itself
-            # The same for every tensor that is made of what the node made.
+            # One object for all tensors that are made from the node's output.
             padding = Padding(tuple(map(signed, saved(node, "pad"))))
             steps.append(step(padded, node.metadata.setdefault(FILL_KEY, padding)))
         elif name in MASKED and getattr(node, "read_unchanged", False):
@@ -148,7 +148,7 @@ def _back(edge: _Edge, left: list[int]) -> _Found | None:
 
 
 def _joined(node: Node, left: list[int]) -> _Found | None:
-    """Follow all that `node` read, back to one tensor; what was done to it for all of them is done once."""
+    """Follow all inputs of `node` back to one tensor; steps that all paths begin with are shared."""
     first: Node = None
     ways: list[tuple[Step, ...]] = []
     for edge in node.next_functions:
@@ -165,13 +165,12 @@ def _joined(node: Node, left: list[int]) -> _Found | None:
 
 
 def may_be_repeated(expression: Expression, rule: Rule, *, of_casts_only: bool = False) -> bool:
-    """Whether what was done to the output of a node with `rule` may be done once more; nothing but casts may be with
-    `of_casts_only`.
+    """Whether the steps after the output of a node with `rule` may be repeated; with `of_casts_only`, only casts may.
 
-    Between its making and its copy a tensor may be changed behind autograd's back. Where the node keeps it, reading it
-    then is an error, and where there is a witness, that tells. Of a copy between two others nothing tells, but casts
-    are made on the spot, by autocast or an adapter. A seeded dropout looks at the version of what it reads. Where
-    more was done, nothing tells of a change between two steps: the result has to be compared as well.
+    A tensor may be changed in place, unseen by autograd, between its making and a copy of it. If the node saves the
+    tensor, unpacking it then raises an error; if the node has a witness, that detects the change. Nothing detects a
+    change between two copies, but a cast follows its input at once (autocast, adapters), and a seeded dropout checks
+    the version of its input. With other steps (`to_prove`) the result must also be compared with the tensor.
     """
     done: Sequence[Any] = expression.to_prove
     if done:
@@ -191,13 +190,13 @@ def may_be_repeated(expression: Expression, rule: Rule, *, of_casts_only: bool =
         return _copies(done) == 1 or (not _copies(done) and Tensor.to in done)
     if _only_casts(done):
         return True
-    is_cast = all(each in (Tensor.to, Tensor.reshape) for each in done)  # of a view: routers of experts compute in fp32
+    is_cast = all(each in (Tensor.to, Tensor.reshape) for each in done)  # casts of views, as in fp32 routers of experts
     is_one_copy = is_cast or _is_cast_part(done) or (_copies(done) == 1 and Tensor.to not in done)
     return is_one_copy and is_unchanged(expression.node)
 
 
 def nodes_read(expression: Expression) -> Iterator[tuple[Node, str | None]]:
-    """The nodes whose saved tensors `expression` reads, and which of them; None: all, or the rows that were read."""
+    """The nodes whose saved tensors `expression` reads, each with the field that it reads (None: any field)."""
     yield expression.node, None
     for function, args, _ in all_steps(expression.steps):
         if function is rows:
@@ -207,9 +206,9 @@ def nodes_read(expression: Expression) -> Iterator[tuple[Node, str | None]]:
 
 
 def repeated_from(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(shape with the repeats, shape without) where the output of `node` is a copy of a smaller tensor that was
-    expanded or repeated, in the order of its elements; None for all other nodes. Grouped keys and values are repeated
-    so, and keys of positions for each row of a batch."""
+    """(shape with the repeats, shape without) if the output of `node` is a copy of a smaller tensor that was expanded
+    or repeated, in the order of its elements; None for other nodes. Examples: grouped keys and values, and position
+    keys that are repeated for each row of a batch."""
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]
     if node is not None and node.name() == REPEAT and input_metadata is not None and shows_saved(REPEAT):
@@ -226,7 +225,7 @@ def repeated_from(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def reads_parts(steps: Sequence[Step]) -> bool:
-    """Whether some of the rows were read: the whole is the same for all experts."""
+    """Whether a step reads a part of the tensor, as experts do, which share the whole tensor."""
     return any(function in PARTS for function, _, _ in steps)
 
 
@@ -239,7 +238,7 @@ def _copies(done: Sequence[Any]) -> int:
 
 
 def _is_cast_part(done: Sequence[Any]) -> bool:
-    """Whether a part was read of the output, or of a view of it, and then at most cast."""
+    """Whether a part of the output, or of a view of it, was read and then at most cast."""
     last = max((i for i, each in enumerate(done) if each in PARTS), default=None)
     if last is None or not _only_casts(done[last + 1 :]):
         return False
@@ -247,7 +246,7 @@ def _is_cast_part(done: Sequence[Any]) -> bool:
 
 
 def _is_of_one(node: Node) -> bool:
-    """Whether a concatenation copied its last tensor alone, behind an empty one: a cache in its first use does."""
+    """Whether a concatenation copies only its last tensor, since the others are empty (a cache in its first use)."""
     last, output = node.next_functions[-1]
     if input_metadata is None or last is None:
         return False

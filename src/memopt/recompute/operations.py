@@ -1,4 +1,4 @@
-"""Rules of PyTorch's own operations: which of their outputs can be recomputed from what they save."""
+"""Rules of PyTorch's own operations: how to recompute their outputs from the tensors that they save."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COPIED_KEY = "memopt.copied"
 
 
 def signed(value: Any) -> Any:
-    """A saved constant as it was given: nodes show negative dimensions as huge positive ones."""
+    """A saved constant with its sign: nodes show negative dimensions as huge positive numbers."""
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
 def _keeps_both_operands(node: Node) -> bool:
-    # d(ab) needs a for b's gradient and b for a's: both are saved exactly when both edges lead somewhere. Products
-    # with a parameter do not count: sharding may have freed it by the time that a reader of the product asks.
+    # d(ab) needs a for b's gradient and b for a's: both are saved exactly when both edges have a node. Products with a
+    # parameter do not count: sharded training may free it before a reader recomputes the product.
     edges = [edge for edge, _ in node.next_functions]
     return len(edges) == 2 and all(edge is not None and edge.name() != _LEAF_NODE for edge in edges)
 
@@ -44,41 +44,41 @@ def _power(node: Node) -> Tensor:
 
 
 def _copies_what_may_change(node: Node) -> bool:
-    # The node saves no bias, and sharding may have freed both parameters by the time that a reader of the output asks.
-    # A later forward in train mode changes the running statistics without a trace in their versions.
+    # The node saves no bias, and sharded training may free both parameters before a reader recomputes the output.
+    # A later forward in train mode changes the running statistics without a change of their versions.
     edges = [edge for edge, _ in node.next_functions[1:3]]
     if any(edge is None or edge.name() != _LEAF_NODE for edge in edges):
         return False
     if _COPIED_KEY not in node.metadata:
         read = [edge.variable for edge in edges]
         if not saved(node, "training"):
-            # A foreign hook (checkpointing) would run a region again to give them.
+            # Read only statistics that are at hand: a foreign hook (checkpointing) would run a region again for them.
             statistics = [at_hand(held(node, name)) for name in ("running_mean", "running_var")]
             if any(each is None for each in statistics):
                 return False
             read += statistics
-        # An observer has to see the copies as well.
+        # If the saved tensors are observed, report the copies to the observer as well.
         seen = getattr(held(node, "result1"), "beside", torch.Tensor.detach)
         node.metadata[_COPIED_KEY] = [seen(each.detach().clone()) for each in read]
     return True
 
 
 def at_hand(packed: Any) -> Tensor | None:
-    """What autograd, a scope of ours or an observer saved as it is; scopes add the version, or a holder."""
-    if (outer := getattr(packed, "memopt_unpack", None)) is not None:  # what a scope has handed on to it
+    """The tensor that autograd, a scope or an observer saved as it is (scopes add a version or a holder); else None."""
+    if (outer := getattr(packed, "memopt_unpack", None)) is not None:  # a scope passed the tensor on to another hook
         return packed.unpack() if getattr(outer, "memopt_observer", False) else None
     tensor = packed[0] if type(packed) is tuple else packed.tensor if hasattr(packed, "instead") else packed
     return tensor if isinstance(tensor, Tensor) else None
 
 
 def _batch_normalised(node: Node) -> Tensor:
-    """By the statistics of the forward: of the batch, or in eval mode the running ones."""
+    """The output, by the statistics that the forward used: of the batch, or in eval mode the running ones."""
     x, eps = saved(node, "input"), saved(node, BATCH_NORMS[node.name()])
     weight, bias, *statistics = (getattr(each, "tensor", each) for each in node.metadata[_COPIED_KEY])
     if statistics:
         mean, variance = statistics
     else:
-        # In fp32 at least: eps may be most of the variance, and is subtracted here.
+        # In fp32 at least: eps is subtracted here, and may be most of rstd^-2.
         wide = torch.promote_types(x.dtype, torch.float32)
         mean, rstd = saved(node, "result1").to(wide), saved(node, "result2").to(wide)
         variance, weight, bias = rstd.pow(-2) - eps, weight.to(wide), bias.to(wide)
@@ -103,12 +103,12 @@ for _operation in OPERATIONS.values():
     if _operation.recompute is not None:
         recomputable(_operation.node, ELEMENTWISE)(_value_of(_operation))
 
-#: Operations that keep their result: softmax in fp32 and its 16-bit cast, for one, would both be kept.
+#: Operations that save their result. A cast of it need not be saved too, e.g. the 16-bit cast of an fp32 softmax.
 _KEEP_THEIR_RESULT = (operation.node for operation in OPERATIONS.values() if operation.saves == "output")
 for _name in ("SoftmaxBackward0", "ExpBackward0", *_KEEP_THEIR_RESULT):
     RULES[_name] = Rule(lambda node: saved(node, "result"), lambda node: True, ELEMENTWISE, of_copies_only=True)
 
-#: Attention keeps its output in the layout of the queries; the linear behind it keeps a copy in its own layout.
+#: Attention saves its output in the layout of the queries; the linear after it would save a copy in another layout.
 for _name in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu"):
     RULES[f"ScaledDotProduct{_name}Backward0"] = Rule(
         lambda node: saved(node, "output"), lambda node: True, ELEMENTWISE, of_copies_only=True

@@ -1,4 +1,4 @@
-"""Is a function pure: may it be called once more in backward, in the place of what autograd saves inside it?"""
+"""Tests whether a function is pure, so that backward may call it again instead of saving the tensors inside it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PLAIN = (*_COMPARED, int)
 
 
 class NotPureError(Exception):
-    """Why a function is not called again."""
+    """The reason why a function cannot be called again."""
 
 
 def form_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-    """What two calls have in common that take the same way through a function, the sizes of tensors aside.
+    """A key of a call's arguments: equal for calls that run the same code of a function, whatever the tensors' sizes.
 
     Raises:
         NotPureError: an argument is an object that may hold anything.
@@ -35,20 +35,20 @@ def _form(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return Tensor, value.dim(), value.dtype, value.requires_grad
     if isinstance(value, _PLAIN):
-        # Lengths differ from batch to batch; a probability of 0 is a way of its own.
+        # No values of ints: they are lengths, which differ from batch to batch. A probability of 0 may run other code.
         kind: type = type(value)
         return (kind, value) if isinstance(value, _COMPARED) else kind
     raise NotPureError(f"it takes a {type(value).__name__}")
 
 
 def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Of each tensor that ``function(*args, **kwargs)`` returns (`tree_leaves`), whether it has a gradient.
+    """For each tensor that ``function(*args, **kwargs)`` returns (`tree_leaves`), whether it requires a gradient.
 
-    Found by a call on meta tensors like those given: the function draws no random numbers, changes none of its
-    arguments and returns new tensors. State that it keeps elsewhere (globals, closures) is not seen.
+    A call on meta tensors also checks that the function draws no random numbers, changes none of its arguments and
+    returns new tensors. It does not detect changes of other state (globals, closures).
 
     Raises:
-        NotPureError: one of these does not hold, or the function does not run without values.
+        NotPureError: one of these checks fails, or the function does not run without values.
     """
     with no_modes(), no_torch_function(), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
         copies: dict[int, Tensor] = {}
@@ -78,7 +78,7 @@ _SLOT = object()
 
 
 def without_tensors(values: Any) -> Any:
-    """`values`, in tuples, lists and dicts, with a slot in the place of each tensor (`tree_leaves` has their order)."""
+    """`values` (tuples, lists, dicts) with a slot in the place of each tensor, in the order of `tree_leaves`."""
     return tree_map(lambda value: _SLOT if isinstance(value, Tensor) else value, values)
 
 
@@ -89,7 +89,7 @@ def with_tensors(template: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 def on_meta(value: Any, copies: dict[int, Tensor]) -> Any:
-    """`value` with a meta tensor for each tensor in it, which `copies` has by the id of that tensor."""
+    """`value` with a meta tensor in the place of each tensor; `copies` holds them by the id of the original."""
     if type(value) in (tuple, list):
         return type(value)([on_meta(each, copies) for each in value])
     if not isinstance(value, Tensor):
@@ -101,7 +101,7 @@ def on_meta(value: Any, copies: dict[int, Tensor]) -> Any:
 
 
 class RandomDraws(TorchDispatchMode):
-    """`found`: whether an operation inside draws random numbers."""
+    """Sets `found` if an operation inside draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """The registry of tensors that can be recomputed in backward: one rule per kind of autograd node.
 
-A rule belongs to the node (``tensor.grad_fn``) of a tensor's producer. It tells whether the node saved enough to
-recompute its output, and does so from the node's saved tensors. The rules of PyTorch's operations are in
-`memopt.recompute.operations`; memopt's operators register theirs with :func:`register_operator`.
+A rule belongs to the node (``tensor.grad_fn``) of a tensor's producer. It tests whether the node saved enough tensors
+to recompute its output, and recomputes it from them. The rules of PyTorch's operations are in
+`memopt.recompute.operations`; memopt's operators register rules with :func:`register_operator`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What an output is: a norm's, an elementwise function's of one tensor, a product's of two, a linear's, or a weight
-#: that was computed from others.
+#: Families of outputs: of a norm, of an elementwise function of one tensor, of a product of two tensors, of a linear;
+#: and weights computed from other weights.
 NORMALISED, ELEMENTWISE, PRODUCT, LINEAR, WEIGHT = "normalised", "elementwise", "product", "linear output", "weight"
-#: Of attention: saved by nobody where queries and keys are.
+#: Probabilities of attention: not saved if queries and keys are saved.
 PROBABILITIES = "probabilities"
 FAMILIES = frozenset({NORMALISED, ELEMENTWISE, PRODUCT, LINEAR, WEIGHT, PROBABILITIES})
 #: A node of the autograd graph (``torch.autograd.graph.Node``; its saved tensors are dynamic attributes).
@@ -33,13 +33,13 @@ class Rule:
     keeps_enough: Callable[[Node], bool]
     """Whether this node saved all that `recompute` reads."""
     family: str
-    """The group that patches switch: one of `FAMILIES`."""
+    """The group, one of `FAMILIES`, that patches switch on or off."""
     of_copies_only: bool = False
-    """The node saves its output itself, so only casts of it and copies in another layout are recomputed."""
+    """Whether the node saves its output itself, so that only casts and copies of it in other layouts are recomputed."""
 
 
 RULES: dict[str, Rule] = {}
-#: Nodes of dropouts that can be repeated: where a node's `read_unchanged` holds, its `mask.on(x)` is its output for x.
+#: Names of dropout nodes that can be repeated: if a node's `read_unchanged` is true, its output for x is `mask.on(x)`.
 MASKED: set[str] = set()
 
 
@@ -57,21 +57,21 @@ def recomputable(
 
 
 def register_operator(node_name: str, family: str) -> None:
-    """Register the nodes of an operator of memopt's, called `node_name`.
+    """Register the nodes of an operator of memopt, which are called `node_name`.
 
-    A node has `recomputes_output`, and where that is true, `recomputed` (`memopt.recompute.specs.Recomputed`), whose
+    A node has `recomputes_output` and, if that is true, `recomputed` (`memopt.recompute.specs.Recomputed`). Its
     `function` computes the output from all tensors that the node saved.
     """
     recomputable(node_name, family, _recomputes_output)(_output)
 
 
 def _recomputes_output(node: Node) -> bool:
-    # A user's function may have the name of one of ours.
+    # A user's autograd function may have the same name as one of memopt's.
     return getattr(node, "recomputes_output", False)
 
 
 def saves_output(node: Node) -> bool:
-    """Whether the first tensor that `node`, of an operator of memopt's, saved is its output."""
+    """Whether the first saved tensor of `node`, a node of an operator of memopt, is its output."""
     return getattr(node, "saves_output", False)
 
 
@@ -93,7 +93,7 @@ def rule_of(node: Node) -> Rule | None:
     except KeyError:
         name = node.name()
         rule = RULES.get(name)
-        # Nodes of operations without a type of their own share one, whose name is another.
+        # Do not cache the type that all operations without a node type of their own share: its name is another.
         if kind.__name__ == name:
             _rule_of_type[kind] = rule
         return rule

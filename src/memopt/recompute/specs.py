@@ -1,12 +1,12 @@
-"""Recompute specs: what an output is recomputed from, carried by the output itself to the linears that read it.
+"""Recompute specs: an output carries the tensors and the function that recompute it to the linears that read it.
 
 A producer that saves less than its output (a norm, act(z), act(gate) * up) attaches a spec to that output. A linear
-that finds one saves the spec's tensors, which the producer saves anyway, instead of its input, and recomputes the input
-in backward, once for all its readers. Everything is saved by ``save_for_backward`` of the function that needs it, so
-activation checkpointing, offloading and sharding see it like any other saved tensor; no saved-tensor hook is needed.
+that finds a spec saves the spec's tensors, which the producer saves anyway, instead of its input. Backward recomputes
+the input once for all its readers. Every function saves its tensors with ``save_for_backward``, so activation
+checkpointing, offloading and sharding handle them like other saved tensors, and no saved-tensor hook is needed.
 
-The spec is an attribute of one tensor object: a view, a cast, a copy or a dropout of the output has none, and its
-readers save it as usual. Readers that cannot use a spec are served by a `memopt.saved.RecomputeScope`.
+The spec is an attribute of one tensor object. A view, a cast, a copy or a dropout of the output has no spec, and its
+readers save it as usual. Readers that cannot use a spec save a handle inside a `memopt.saved.RecomputeScope`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from memopt.recompute.rules import LINEAR, NORMALISED, Node, rule_of
 from memopt.recompute.versions import versions_of, with_witness
 from memopt.torch_compat import top_saved_tensors_hooks
 
-#: The output from tensors that its producer saved (None where it has none in that place); more are left out.
+#: Computes the output from the tensors that its producer saved (None for a missing one); it ignores further tensors.
 Recompute = Callable[..., Tensor]
 #: (dh, inputs, use, given_once) -> gradient of each input: the backward of the producer, which calls ``use(h)`` with
-#: its output, if there is a `use`. It calls ``dh()`` once, for the gradient of h, which nobody else reads: it may be
-#: overwritten, and with `given_once` what `memopt.kernels.base.autograd.may_be_overwritten` allows of the inputs.
+#: its output, if there is a `use`. It calls ``dh()`` once, for the gradient of h, and may overwrite that tensor; with
+#: `given_once` also inputs for which `memopt.kernels.base.autograd.may_be_overwritten` is true.
 Differentiate = Callable[
     [Callable[[], Tensor], tuple[Tensor, ...], Callable[[Tensor], None] | None, bool], tuple[Tensor, ...]
 ]
@@ -37,7 +37,7 @@ SPEC_ATTRIBUTE, _METADATA_KEY = "_memopt_recompute_spec", "memopt"
 
 
 class Recomputed:
-    """The recomputed output of one node while its readers need it. Refers to no node."""
+    """The recomputed output of one node, for as long as its readers need it. Refers to no node."""
 
     __slots__ = ("_rows", "_value", "for_node", "function", "of_cast", "readers", "served", "spec", "values")
 
@@ -45,32 +45,32 @@ class Recomputed:
         self.function = function
         """The output from the tensors that the node saved, for nodes of memopt's operators."""
         self.for_node = False
-        """The node's own backward reads the output where a reader has recomputed it: then it is kept until then."""
+        """Whether the node's own backward reads the output too: if a reader recomputes it, it is kept until then."""
         self.readers = 0
         """Linears and handles that will need the output in backward."""
         self.served = 0
         self._value: Tensor | None = None
         self._rows: Tensor | None = None
-        """The output, and the same as a matrix, for linears."""
+        """The output as a matrix, for linears; `_value` is the output in its own shape."""
         self.values: dict[Any, Tensor] = {}
         """(steps from the output, strides, device) -> the result, for handles and for linears of other dtypes."""
         self.of_cast: Recomputed | None = None
-        """That of the cast which linears share (`RecomputeSpec.cast`)."""
+        """The recomputed output of the cast that linears share (`RecomputeSpec.cast`)."""
         self.spec: weakref.ref[RecomputeSpec] | None = None
-        """It gives up its tensors when the node's backward runs."""
+        """The spec of the output, which drops its tensors when the node's backward runs."""
 
     def as_produced(self) -> Tensor | None:
-        """The output as its node produced it, if it is there."""
+        """The output as its node produced it, if it is in memory."""
         if self._value is not None or not self.values:
             return self._value
         return next((value for (steps, *_), value in self.values.items() if not steps), None)
 
     def keep(self, value: Tensor) -> None:
-        """Keep the output as its node produced it for the readers to come."""
+        """Keep the output, as its node produced it, for later readers."""
         self._value = value
 
     def rows(self, saved: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-        """The output in `dtype` as a matrix of rows, for one of its readers; the last one lets it go."""
+        """The output in `dtype` as a matrix of rows, for one of its readers; after the last reader it is freed."""
         rows = self._rows
         if rows is None:
             value = self.as_produced()
@@ -90,20 +90,20 @@ class Recomputed:
         return rows
 
     def count(self) -> None:
-        """One reader more has been served."""
+        """Count one reader that has got the output; after the last one, release the output."""
         self.served += 1
         if self.served >= self.readers and not self.for_node:
             self.release()
 
     def release(self, *_: object) -> None:
-        """Let the output go: every reader comes before the node in backward."""
+        """Free the output. Safe in the node's backward: the backwards of all readers run before it."""
         self.served = 0
         self._value = self._rows = None
         if self.values:
             self.values.clear()
 
     def finish(self) -> None:
-        """The node's own backward runs: let the output go, and what an output that outlives the graph would hold."""
+        """Called by the node's own backward: free the output and the spec's tensors, as a user may hold the output."""
         self.release()
         spec = None if self.spec is None else self.spec()
         if spec is not None:
@@ -113,20 +113,20 @@ class Recomputed:
 
 
 def recomputed_of(node: Node) -> Recomputed:
-    """What the readers of the output of `node` share."""
+    """The object that all readers of the output of `node` share."""
     own: Recomputed | None = getattr(node, "recomputed", None)  # released by the node's own backward
     if own is not None:
         return own
     recomputed: Recomputed | None = node.metadata.get(_METADATA_KEY)
     if recomputed is None:
         recomputed = node.metadata[_METADATA_KEY] = Recomputed()
-        # All readers come before the node in backward: when its turn comes, nothing needs the value any more.
+        # The backwards of all readers run before the node's, so nothing needs the value any more when that begins.
         node.register_prehook(recomputed.release)
     return recomputed
 
 
 class RecomputeSpec:
-    """What one output is recomputed from. Lives as long as the output, or until the producer's backward has run."""
+    """How to recompute one output. Lives as long as the output; drops its tensors in the producer's backward."""
 
     __slots__ = (
         "__weakref__", "cast", "differentiate", "hook", "is_recomputed", "narrow", "recomputed", "saved", "versions",
@@ -148,20 +148,20 @@ class RecomputeSpec:
         self.cast: Tensor | None = None
         """The output in autocast's dtype, which all linears share that read it; None until the first one does."""
         self.is_recomputed = is_recomputed
-        """Scopes find from the graph of the tensors in `saved` how to recompute these."""
+        """Whether a tensor in `saved` can itself be recomputed: it is not detached, since scopes need its graph."""
         recomputed.spec = weakref.ref(self)
 
     def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
-        # A saved tensor has no graph. Neither None nor any class of ours is loaded by torch.load's weights_only.
+        # A pickled tensor has no graph, so no spec. An empty set: weights_only loads neither None nor our classes.
         return set, ()
 
     def take(self) -> Sequence[Tensor | None]:
-        """The tensors for a reader to save, which needs the output once in backward."""
+        """The tensors for one more reader to save; it must use the recomputed output once in backward."""
         self.recomputed.readers += 1
         assert self.saved is not None
         if self.versions is None or self.is_recomputed:
             return self.saved
-        # Not the tensors in the graph: they would own it.
+        # Detach them: a tensor with a grad_fn would keep the graph alive.
         return [None if tensor is None else tensor.detach() for tensor in self.saved]
 
 
@@ -174,26 +174,26 @@ def attach_spec(
     differentiate: Differentiate | None = None,
     narrow: Recompute | None = None,
 ) -> None:
-    """Say that ``recomputed.function(*saved)`` is `output`.
+    """Attach to `output` the spec that ``recomputed.function(*saved)`` computes it.
 
     Args:
         saved: tensors that the producer saves anyway.
-        recomputed: that of the producer's node, whose backward calls its `finish`.
-        are_private: nobody else can change `saved` in place.
-        differentiate: the producer's backward, for a reader that takes its place; `saved` are then its inputs.
-        narrow: as that function, in the dtype that autocast had at the producer, which is not that of `output`. Readers
-            that would cast the output to it share one cast (:func:`shared_cast`).
+        recomputed: the object of the producer's node; the node's backward calls its `finish`.
+        are_private: nothing else can change `saved` in place.
+        differentiate: the producer's backward, for a reader that runs it itself; `saved` are then its inputs.
+        narrow: like ``recomputed.function``, with the result in autocast's dtype at the producer, if `output` has
+            another dtype. Readers that cast the output to it share one cast (:func:`shared_cast`).
     """
     if not output.requires_grad:
         return
     top = top_saved_tensors_hooks(False)
     hook = None
     if top is not None:
-        if hasattr(top[0], "memopt_outer_pack"):  # a scope may follow what is made of it
+        if hasattr(top[0], "memopt_outer_pack"):  # a scope may follow tensors that are made from the output
             with_witness(output)
         hook = getattr(top[0], "memopt_outer_pack", top[0])
-        # A spec of an output that outlives its block would keep a scope from compressing its tensors. And what leaves a
-        # region that is run twice must not hold what was saved inside; what an activation feeds stays inside.
+        # A spec of an output that outlives its block would keep a scope from compressing the spec's tensors. And the
+        # output of a checkpointed block must not keep the block's saved tensors alive; an activation's stays inside.
         is_inside = hook is None or hook is _region.hook or getattr(hook, "memopt_observer", False)
         if differentiate is None and (not is_inside or getattr(top[0], "compressor", None) is not None):
             return
@@ -210,10 +210,10 @@ def _is_recomputed(tensor: Tensor | None) -> bool:
 
 
 def spec_of(x: object) -> RecomputeSpec | None:
-    """The spec of this very tensor, unless the tensor or what it is recomputed from was changed in place.
+    """The spec of this tensor object; None if the tensor, or one that it is recomputed from, was changed in place.
 
-    Nor where saved tensors go through other hooks than at the producer: checkpointing of the reader alone would find no
-    spec in its second run.
+    None also if saved tensors go through other hooks than at the producer: with checkpointing of the reader alone, its
+    second run would find no spec.
     """
     spec: RecomputeSpec | None = getattr(x, SPEC_ATTRIBUTE, None)
     if not spec or x._version or spec.saved is None:  # type: ignore[attr-defined]
@@ -225,9 +225,9 @@ def spec_of(x: object) -> RecomputeSpec | None:
 
 
 def shared_cast(x: Tensor, autocast_dtype: Callable[[Tensor], torch.dtype | None]) -> Tensor:
-    """`x` for a reader that casts it to autocast's dtype at once: the cast that all such readers share.
+    """For a reader that would cast `x` to autocast's dtype: the cast that all such readers share.
 
-    It is made by the first of them, and has a spec of its own. `x` itself where its producer offers none.
+    The first reader makes the cast, which has a spec of its own. `x` itself if its spec has no `narrow`.
     """
     spec: RecomputeSpec | None = getattr(x, SPEC_ATTRIBUTE, None)
     if not spec or spec.narrow is None or x._version or not torch.is_grad_enabled():
@@ -244,7 +244,7 @@ def shared_cast(x: Tensor, autocast_dtype: Callable[[Tensor], torch.dtype | None
 
 
 def keep_producer(output: Tensor) -> None:
-    """No reader takes the place of the producer's backward: somebody wants `output` with its place in the graph."""
+    """Let no reader run the producer's backward itself: `output` is needed with its own autograd node."""
     spec: RecomputeSpec | None = getattr(output, SPEC_ATTRIBUTE, None)
     if spec:
         spec.differentiate = None
@@ -253,14 +253,14 @@ def keep_producer(output: Tensor) -> None:
 class Region:
     """Context manager around one call of a block.
 
-    Under foreign hooks (activation checkpointing, offloading), outputs carry specs inside such a region only, and lose
-    them where they leave it: an output holds the tensors of its spec.
+    Under foreign hooks (activation checkpointing, offloading), outputs carry specs only inside a region. The block's
+    outputs lose their specs, since they would keep the tensors of the specs alive.
     """
 
     __slots__ = ("_before", "_hook", "_repeats")
 
     def __init__(self, *, repeats: bool = True) -> None:
-        """With `repeats`, a second run of the block (checkpointing) gives the same tensors to the same modules."""
+        """With `repeats`, a second run of the block (checkpointing) passes equal tensors to the same modules."""
         self._repeats = repeats
 
     def __enter__(self) -> Region:
@@ -273,14 +273,14 @@ class Region:
         _region.hook = self._before
 
     def leaves(self, output: object) -> None:
-        """`output` is what the block returns."""
+        """Called with the block's output: drops its specs."""
         if self._hook is not None:
             _drop_specs(output)
 
 
 class _Innermost(threading.local):
     hook: object = None
-    """The foreign pack hook of the innermost region; None where there is none."""
+    """The foreign pack hook of the innermost region, or None."""
 
 
 _region = _Innermost()
@@ -304,6 +304,6 @@ def is_under_foreign_hooks() -> bool:
 
 
 def _foreign_pack_hook() -> object:
-    """The innermost saved-tensor pack hook that is no scope's; None where there is none."""
+    """The innermost saved-tensor pack hook that is no scope's, or None."""
     top = top_saved_tensors_hooks(False)
     return None if top is None else getattr(top[0], "memopt_outer_pack", top[0])

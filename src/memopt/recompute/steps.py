@@ -1,4 +1,4 @@
-"""Steps that leave nodes in the autograd graph: what an operation did to a tensor, read off its node.
+"""Steps of operations that leave nodes in the autograd graph: tables from a kind of node to its step.
 
 `memopt.recompute.graph` follows nodes by these tables, from a tensor back to a node with a rule.
 """
@@ -22,7 +22,7 @@ FILL_KEY = "memopt.fill"
 
 
 class Mask(Protocol):
-    """What a dropout did to a tensor, in numbers: hashable, equal where it is the same."""
+    """The mask of a dropout, described by numbers. Hashable; equal objects describe equal masks."""
 
     def on(self, x: Tensor) -> Tensor:
         """`x` dropped out."""
@@ -30,14 +30,14 @@ class Mask(Protocol):
 
 @dataclass(eq=False)
 class Padding:
-    """A constant around a tensor. Its node does not say which: an element of what it made does."""
+    """Padding with a constant. The node does not save the constant, so it is read from the padded tensor."""
 
     pads: tuple[int, ...]
     fill: Tensor | None = None
-    """An element of the border, of no dimension; None until one is asked for, and where there is no border."""
+    """An element of the border, 0-dimensional; None before :meth:`read`, or without a border."""
 
     def read(self, padded: Tensor) -> None:
-        """Find the constant in the tensor that was padded (the device is not waited for)."""
+        """Read the constant from the padded tensor, without a device synchronisation."""
         for dim, (before, after) in _sides(self.pads):
             if self.fill is None and (before > 0 or after > 0):
                 border = padded.detach().select(dim, 0 if before > 0 else -1)
@@ -61,7 +61,7 @@ class Padding:
 
 
 def clone(value: Tensor) -> Tensor:
-    """A copy, of which the reader says where it lies in memory."""
+    """Stands for a copy. It returns `value` itself: the reader decides on the copy's strides and memory."""
     return value
 
 
@@ -82,7 +82,7 @@ def rows(value: Tensor, node: Node) -> Tensor:
 
 
 def scaled(value: Tensor, node: Node, field: str) -> Tensor:
-    """`value` times, or divided by, the tensor that `node` saved as `field`, in the order of the operation."""
+    """`value` times (or divided by) the tensor that `node` saved as `field`, with the operation's order of operands."""
     if node.name() == DIVISION:
         return torch.div(value, saved(node, field))
     return torch.mul(value, saved(node, field)) if field == "other" else torch.mul(saved(node, field), value)
@@ -107,7 +107,7 @@ def _constants(node: Node, *fields: str) -> list[Any]:
 
 
 def _calls(function: Callable[..., Tensor], *fields: str) -> Callable[[Node], Step]:
-    """The step of operations whose node saves all their arguments beside the tensor."""
+    """For nodes that save all arguments beside the tensor in `fields`: makes the step that calls `function`."""
     return lambda node: step(function, *_constants(node, *fields))
 
 
@@ -139,7 +139,7 @@ def _shown(table: dict[str, Any]) -> dict[str, Any]:
 CAST, CLONE, CAT, CONSTANT_PAD, DIVISION, REPEAT = (
     f"{name}Backward0" for name in ("ToCopy", "Clone", "Cat", "ConstantPadNd", "Div", "Repeat")
 )
-#: Nodes of copies in the same order of elements and views of them, of which the node shows the shape.
+#: Nodes of views (or copies) that keep the order of elements; the step reads the new shape from the node.
 VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 _SQUEEZES = tuple(f"SqueezeBackward{i}" for i in range(3))
 _OF_SHAPE: dict[str, Callable[[Node], Step]] = {
@@ -169,7 +169,7 @@ STEP_OF: dict[str, Callable[[Node], Step]] = {
         }
     ),
 }
-#: Kind of node of several outputs -> (node, which output) -> the step from what was split to that output.
+#: Kind of node of several outputs -> (node, which output) -> the step from the split tensor to that output.
 SPLITS: dict[str, Callable[[Node, int], Step]] = _shown(
     {
         "SplitBackward0": lambda node, i: _split(node, i, torch.split, "split_size"),
@@ -177,7 +177,7 @@ SPLITS: dict[str, Callable[[Node, int], Step]] = _shown(
         "UnbindBackward0": lambda node, i: _split(node, i, torch.unbind),
     }
 )
-#: Kind of node of several tensors -> (node, what was made of each) -> the step to its output.
+#: Kind of node of several tensors -> (node, a branch for each tensor) -> the step to the node's output.
 JOINS: dict[str, Callable[[Node, tuple[Branch, ...]], Step]] = _shown(
     {
         "AddBackward0": lambda node, terms: (torch.add, terms, (("alpha", saved(node, "alpha")),)),
@@ -187,7 +187,7 @@ JOINS: dict[str, Callable[[Node, tuple[Branch, ...]], Step]] = _shown(
     }
 )
 SUMS = frozenset({"AddBackward0", "SubBackward0"})
-#: Nodes of two tensors that save the one which needs no gradient.
+#: Nodes of two tensors; one that needs no gradient is saved, and the other one is followed.
 SCALES = frozenset(_shown({"MulBackward0": None, DIVISION: None}))
 
 
@@ -196,7 +196,7 @@ def _split(node: Node, place: int, into: Any, *fields: str) -> Step:
 
 
 def scale_of(node: Node) -> tuple[int, Step] | None:
-    """Which operand of a product or a quotient is followed, and the step; None where both need a gradient."""
+    """Which operand of a product or quotient is followed, and the step; None if both operands need a gradient."""
     (first, _), (second, _) = node.next_functions
     if second is None:
         return 0, step(scaled, node, "other")
@@ -205,16 +205,16 @@ def scale_of(node: Node) -> tuple[int, Step] | None:
     return None
 
 
-#: Steps that copy in the same dtype, and steps that read some of the rows: experts each read theirs.
+#: Steps that copy in the same dtype, and steps that read some of the rows (each expert reads its own rows).
 COPIES: frozenset[Any] = frozenset({clone, padded, rows, F.pad})
 PARTS: frozenset[Any] = frozenset({rows, Tensor.select})
 CLONED = step(clone)
-#: Steps after which nothing has to be compared: casts are made on the spot, and of one copy a witness tells.
+#: Steps whose result need not be compared: a cast is made at once, and a witness detects a change before a copy.
 PLAIN: frozenset[Any] = COPIES | PARTS | {Tensor.to, Tensor.reshape, Tensor.transpose, Tensor.permute, dropped_out}
 
 
 def all_steps(steps: Sequence[Step]) -> Iterator[Step]:
-    """Those of the branches included."""
+    """All steps, with the steps of branches before the step that has them."""
     for each in steps:
         for argument in each[1]:
             for branch in argument if type(argument) is tuple else (argument,):
@@ -224,5 +224,5 @@ def all_steps(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def _sides(pads: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
-    """(dimension, counted from behind; what was added before and after it)"""
+    """(negative dimension, (elements added before it, elements added after it)) for each padded dimension."""
     return [(-1 - i, (pads[2 * i], pads[2 * i + 1])) for i in range(len(pads) // 2)]

@@ -1,7 +1,7 @@
 """Whether a tensor was changed in place, by autograd's version counter.
 
-Autograd counts the changes of what it keeps. What it does not keep can be changed without a trace, under ``no_grad``
-even where a graph goes through it, so whoever makes a tensor that others may copy leaves a witness on its node.
+Autograd checks only the versions of saved tensors. A change of another tensor leaves no trace, under ``no_grad`` not
+even in a graph. So the producer of a tensor that others may copy leaves a witness on its node (:func:`with_witness`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _METADATA_KEY = "memopt.version"
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """How often each was changed in place; None is left out."""
+    """Versions: how often each tensor was changed in place; None is left out."""
     try:
         return [tensor._version for tensor in tensors if tensor is not None]
-    except RuntimeError:  # tensors of inference have no version
+    except RuntimeError:  # inference tensors have no version
         there = (tensor for tensor in tensors if tensor is not None)
         return [0 if tensor.is_inference() else tensor._version for tensor in there]
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Raise as autograd would where `tensor` was changed in place since it was at `version`.
+    """Raise the error of autograd if `tensor` was changed in place since it was at `version`.
 
     Raises:
-        RuntimeError: it was.
+        RuntimeError: `tensor` has another version.
     """
     if tensor._version != version:
         raise changed_in_place(f"[{tensor.type()} {list(tensor.shape)}]", tensor._version, version)
 
 
 def changed_in_place(what: str, version: object, expected: object, why: str = "") -> RuntimeError:
-    """The error for a change of `what`, which begins as autograd's does."""
+    """The error for a change of `what`; its text begins as autograd's error does."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{what} is at version {version}; expected version {expected} instead{why}."
@@ -46,7 +46,7 @@ def changed_in_place(what: str, version: object, expected: object, why: str = ""
 
 
 def with_witness(output: Tensor) -> Tensor:
-    """`output`, whose node shares its version counter from here on, and nothing of its memory."""
+    """`output`; its node gets a witness, an empty tensor that shares the version counter and no memory of `output`."""
     node: Node = output.grad_fn
     if node is not None and type(output) in (Tensor, FakeTensor) and output._version == 0:
         witness = output.detach()
@@ -56,13 +56,13 @@ def with_witness(output: Tensor) -> Tensor:
 
 
 def is_unchanged(node: Node) -> bool:
-    """Whether the output of `node` has a witness, which saw no change."""
+    """Whether the output of `node` has a witness and was not changed in place."""
     witness = node.metadata.get(_METADATA_KEY)
     return witness is not None and witness._version == 0
 
 
 def was_changed(node: Node) -> bool:
-    """Whether the output of `node` has a witness that saw a change."""
+    """Whether the output of `node` has a witness and was changed in place."""
     witness = node.metadata.get(_METADATA_KEY)
     return witness is not None and witness._version != 0
 

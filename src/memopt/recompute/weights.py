@@ -1,7 +1,7 @@
 """Weights that are the sum of a weight and an adapter's product: W + alpha * B A, of all experts in one tensor.
 
-The node of such a sum saves B and A, each a few columns or rows of an expert, and not W. W is a leaf, which is there
-anyway; whoever knows that it went into the sum says so on the node, and readers then recompute the sum in backward.
+The node of such a sum saves B and A, each a few columns or rows of an expert, but not W. W is a leaf, which stays in
+memory anyway. :func:`tell_weight` notes W on the node; readers then recompute the sum in backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SUM = "BaddbmmBackward0"
 
 @dataclass
 class Settings:
-    """How often a weight was set to itself: PyTorch does that to parametrise it, and counts it as a change in place."""
+    """Counts how often a weight was set to itself: PyTorch parametrises it so, and counts that as a change in place."""
 
     count: int = 0
     _version: int = -1
@@ -35,17 +35,17 @@ class Settings:
 
 
 def tell_weight(value: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Let readers of `value` recompute it from `weight`; False where it is no batched product added to a leaf.
+    """Let readers of `value` recompute it from `weight`; False if `value` is no sum of a batched product and a leaf.
 
     Args:
-        value: (experts, rows, columns), as a forward reads it.
-        weight: the leaf of the same shape and dtype that was added, by :func:`adds`.
-        settings: which changes of `weight` changed nothing.
+        value: (experts, rows, columns), the sum that a forward reads.
+        weight: the leaf of equal shape and dtype in this sum; :func:`adds` has checked that.
+        settings: counts the changes of `weight` that left its values as they were.
     """
     node: Node = value.grad_fn
     if node is None or node.name() != _SUM or _SUM not in RULES or value._version:
         return False
-    # A factor is saved where the other one needs a gradient.
+    # A factor is saved if the other factor needs a gradient: both must.
     (added, _), *factors = node.next_functions
     is_leaf = not weight.requires_grad if added is None else getattr(added, "variable", None) is weight
     if not is_leaf or any(edge is None for edge, _ in factors) or value.shape != weight.shape:
@@ -56,8 +56,8 @@ def tell_weight(value: Tensor, weight: Tensor, settings: Settings) -> bool:
 
 
 def adds(compute: Callable[[], Tensor], weight: Tensor) -> bool:
-    """Whether ``compute()`` adds a batched product to `weight`: what is recomputed is the same to the bit."""
-    # Hooks of checkpointing would take what is read here for a backward.
+    """Whether ``compute()`` adds a batched product to `weight`, and the recomputed sum equals its result bit by bit."""
+    # Checkpointing's hooks would take the reads of saved tensors here for a backward.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         value = compute()
         if not tell_weight(value, weight, Settings()):

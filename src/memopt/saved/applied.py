@@ -1,9 +1,9 @@
-"""Whether a frame may be applying a `torch.autograd.Function`, told from its code: from PyTorch 2.14 on `apply` is not
-Python, so that no frame of its own says so.
+"""Decides from a frame's code whether it may apply a `torch.autograd.Function`: from PyTorch 2.14 on, `apply` is not
+Python and has no frame of its own.
 
-A call is one of a function unless what is called is known not to be: an operator, a function of PyTorch's own C, what a
-mode was given to run, or a method. An attribute of a local variable that is named as a method of tensors is taken for
-that method, unless the variable is `self` or `cls`. What cannot be told counts as a function.
+A call counts as one of an autograd function unless the callee is known to be something else: an operator, a C function
+of PyTorch, the `func` of a mode, or a method. An attribute of a local variable with the name of a tensor method counts
+as that method, unless the variable is `self` or `cls`. An unknown callee counts as an autograd function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _LOCAL = "local "
 """Before the name of a local variable."""
 _GIVEN = ((f"{_LOCAL}func",), ("",))
-"""What a mode runs, also where its arguments branch."""
+"""Names of a mode's `func`; the second for a call whose arguments branch."""
 _UNBOUND = (f"{_LOCAL}self", f"{_LOCAL}cls")
 
 
@@ -34,11 +34,11 @@ def may_apply(frame: FrameType) -> bool:
     """Whether the instruction that `frame` is at may apply an autograd function."""
     code, module = frame.f_code, str(frame.f_globals.get("__name__"))
     names = _called(code, frame.f_lasti)
-    if names is None or module == "torch._ops":  # an operator of the language, or one that PyTorch dispatches
+    if names is None or module == "torch._ops":  # a Python operator, or an operator that PyTorch dispatches
         return False
     is_of_a_mode = code.co_name == "__torch_function__" or module.startswith("memopt.")
     if names in _GIVEN and is_of_a_mode and "func" in code.co_varnames[: code.co_argcount]:
-        return "apply" in code.co_names  # what came through Python's dispatch is none
+        return "apply" in code.co_names  # `func` from Python's dispatch is no autograd function
     found = _resolved(names, frame.f_globals)
     if found is not _UNKNOWN:
         return not _is_of_torch(found)
@@ -47,7 +47,7 @@ def may_apply(frame: FrameType) -> bool:
 
 
 def applied(frame: FrameType) -> type | None:
-    """The function that `frame` applies, where its code names it."""
+    """The autograd function that `frame` applies, if its code names it."""
     names = _called(frame.f_code, frame.f_lasti)
     found = getattr(_resolved(names or (), frame.f_globals), "__self__", None)
     return found if isinstance(found, FunctionMeta) else None
@@ -71,13 +71,13 @@ def _resolved(names: Sequence[str], known: dict[str, Any]) -> Any:
     return found
 
 
-#: A code's id and an offset -> the code, which is kept since its own hash takes long, and the names of what it calls.
+#: (id of a code, offset) -> the code, which keeps its id valid (its hash would take long), and the callee's names.
 _known: dict[tuple[int, int], tuple[CodeType, tuple[str, ...] | None]] = {}
 
 
 def _called(code: CodeType, offset: int) -> tuple[str, ...] | None:
-    """The names by which `code` finds what it calls there: a variable, and attributes. The first is empty for what is
-    no variable. None: it calls nothing."""
+    """The names in the callee at `offset` of `code`: a variable, then attributes. The first is empty if the callee does
+    not start with a variable. None: a Python operator, which calls no function."""
     key = id(code), offset
     if key not in _known:
         _known[key] = code, _read(code, offset)
@@ -90,7 +90,7 @@ def _read(code: CodeType, offset: int) -> tuple[str, ...] | None:
     if place < 0:
         return ("",)
     if instructions[place].opname.startswith(_OPERATORS) and not instructions[place].argrepr.endswith("="):
-        return None  # what is done in place may run through an iterator
+        return None  # only if not in place: an in-place operator may run an iterator
     if instructions[place].opname not in _CALLS:
         return ("",)
     before = _before_arguments(instructions[: place + 1])
@@ -108,7 +108,7 @@ def _read(code: CodeType, offset: int) -> tuple[str, ...] | None:
 
 
 def _before_arguments(instructions: Sequence[dis.Instruction]) -> Sequence[dis.Instruction]:
-    """The instructions up to the one that loads what the last of them calls; none where arguments branch."""
+    """The instructions up to the load of the callee of the last one, a call; empty if its arguments branch."""
     *rest, call = instructions
     count = call.arg or 0
     waiting = count + (call.opname in ("CALL_KW", "CALL_FUNCTION_KW"))

@@ -1,4 +1,4 @@
-"""Handles: what stands for a tensor that can be recomputed."""
+"""Handles: objects that autograd saves in place of tensors that can be recomputed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt.torch_compat import FakeTensor, storage_id
 
 
 class _Remaking(threading.local):
-    """Whether this thread is recomputing a tensor (and not running a node's backward)."""
+    """Whether this thread is recomputing a tensor (and not running a node's backward): `depth` is not 0."""
 
     depth = 0
 
@@ -26,11 +26,11 @@ remaking = _Remaking()
 
 
 _Form = tuple[tuple[Step, ...], tuple[int, ...], torch.device]
-"""What was done to a node's output, and how the result lies in memory."""
+"""The steps after a node's output, and the strides and the device of the result."""
 
 
 class Handle:
-    """Stands for a tensor that can be recomputed. It counts as a reader from `taken` on."""
+    """Stands for a tensor that can be recomputed. It counts as a reader after `taken`."""
 
     __slots__ = (
         "_counted", "_expression", "_form", "_offset", "_recomputed", "_shared", "_size", "_stride", "memopt_unpack",
@@ -38,9 +38,9 @@ class Handle:
     memopt_unpack: object
 
     def __init__(self, expression: Expression, tensor: Tensor, base: Tensor, *, shared_by: Node | None) -> None:
-        """`tensor` is `base` or a view of it, which is what `expression` gives.
+        """`expression` gives `base`; `tensor` is `base` or a view of it.
 
-        `shared_by` is the node that made `base`; None where the reader of what has to be proved may write into it.
+        `shared_by` is the node that made `base`; None if the reader may write into a tensor of an unproved expression.
         """
         self._expression = expression
         for function, args, _ in expression.steps:
@@ -52,8 +52,8 @@ class Handle:
         self._recomputed = recomputed_of(expression.node)
         self._shared: Recomputed | None = self._recomputed
         self._counted = [self._recomputed]
-        """Those that this handle is a reader of."""
-        if expression.to_prove:  # the first node would own the nodes that the steps read, and they own it
+        """The recomputed outputs that this handle reads."""
+        if expression.to_prove:  # the first node's cache would own nodes that the steps read, and they own that node
             self._shared = None if shared_by is None else recomputed_of(shared_by)
             if self._shared is not None:
                 self._counted.append(self._shared)
@@ -66,12 +66,12 @@ class Handle:
 
     @property
     def has_others(self) -> bool:
-        """Whether autograd holds handles of the same node's output."""
+        """Whether autograd holds handles of this node's output."""
         return self._recomputed.readers > 0
 
     @property
     def may_be_coded(self) -> bool:
-        """Whether the node keeps less as long as nobody makes its output again (`memopt.saved.slots`)."""
+        """Whether the node's own slot can replace its input by a code, if no handle recomputes the node's output."""
         return getattr(self._expression.node, "slot", None) is not None
 
     def unpack(self) -> Tensor:
@@ -91,9 +91,9 @@ class Handle:
         return self._shared is not None and self._shared.readers > 0
 
     def gives(self, base: Tensor) -> bool:
-        """Whether what is recomputed is `base`, to the bit. A device is waited for.
+        """Whether the recomputed tensor equals `base` bit by bit. This synchronises with the device.
 
-        Without values to compare it is taken to be; in a graph that is being captured nothing can be compared.
+        True for fake and meta tensors, which have no values; false while a CUDA graph is captured.
         """
         if isinstance(base, FakeTensor) or base.device.type == "meta":
             return True
@@ -101,17 +101,17 @@ class Handle:
             return False
         try:
             value = self._make(keeps=False)
-        except RuntimeError:  # what it is made of was changed in place
+        except RuntimeError:  # a tensor that it reads was changed in place
             return False
         return value.dtype == base.dtype and value.shape == base.shape and torch.equal(*map(_bits, (value, base)))
 
     def _make(self, *, keeps: bool = True) -> Tensor:
-        """`keeps`: for other readers of parts."""
+        """Recompute the tensor. With `keeps`, the node's output is kept for other readers of its parts."""
         steps, stride, device = self._form
         value = self._recomputed.as_produced()
         remaking.depth += 1
         try:
-            # Whether backward is run inside an autocast region must not matter.
+            # The result must not depend on whether backward runs inside an autocast region.
             with torch.no_grad(), _without_autocast(device):
                 if value is None:
                     value = self._expression.first()
@@ -129,7 +129,7 @@ class Handle:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Two equal NaNs are equal."""
+    """The bits of `tensor` as integers, in which NaNs with equal bits are equal."""
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.view(_INTEGERS[tensor.itemsize])

@@ -1,5 +1,5 @@
-"""Tensors that are saved as they are, by autograd or by the hook that was active outside; and what saves them: an
-operation of PyTorch itself, or a `torch.autograd.Function`."""
+"""Tensors that are saved as they are, by autograd or by the outer hook; and the tests whether an operation of PyTorch
+or a `torch.autograd.Function` saves them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt.saved.handles import remaking
 
 
 class Kept:
-    """A tensor kept as it is. Hooks switch autograd's own version check off, so it is made here."""
+    """A tensor kept as it is. Hooks switch autograd's own version check off, so this class makes it."""
 
     __slots__ = ("__weakref__", "_version", "tensor")
 
@@ -36,7 +36,7 @@ class Kept:
 
 
 class ShapeOnly:
-    """A tensor of which whoever saves it reads the shape alone. Were a value read, it would be NaN."""
+    """The shape of a saved tensor, for an operation that reads no values in backward: they would be NaN."""
 
     __slots__ = ("_device", "_dtype", "_shape")
 
@@ -48,11 +48,11 @@ class ShapeOnly:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """What to hold of a saved tensor.
+    """The tensor to hold for a saved tensor: a detached alias, or a parameter itself.
 
-    A non-leaf would own the node that owns it: a reference cycle that only a detached alias avoids. And whether
-    somebody else refers to a storage can be told of aliases alone. A parameter is held itself, because sharded training
-    may exchange its data between forward and backward.
+    A non-leaf would own the node that owns it, a reference cycle. Aliases also make the storage's reference count show
+    whether anything else refers to it. A parameter is held itself, because sharded training may exchange its data
+    between forward and backward.
     """
     is_parameter = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
     return tensor if is_parameter else tensor.detach()
@@ -61,8 +61,8 @@ def alias_of(tensor: Tensor) -> Tensor:
 class Forwarded:
     """A tensor that the outer hook keeps.
 
-    Checkpointing's hook unpacks each tensor only once per backward. A handle that reads its node's saved tensors uses
-    that one time up, so the tensor is held here until the node itself unpacks it.
+    Checkpointing's hook unpacks each tensor only once per backward. If a handle unpacks a saved tensor of its node
+    first, this object holds the tensor until the node itself unpacks it.
     """
 
     __slots__ = ("_early", "_packed", "memopt_unpack")
@@ -80,29 +80,29 @@ class Forwarded:
         return tensor
 
     def beside(self, tensor: Tensor) -> Any:
-        """What holds `tensor` for the node that saved this one: the outer hook, if it is an observer."""
+        """The object that holds `tensor` for the node that saved this one: an observer's, else `tensor` itself."""
         seen = getattr(self._packed, "beside", None)
         return tensor if seen is None else seen(tensor)
 
 
-#: The code that runs while a function of `torch.autograd.Function` saves its tensors; None where it is not Python.
+#: The code that runs while a `torch.autograd.Function` saves its tensors; None if it is not Python.
 APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 def may_be_a_function(frame: FrameType | None) -> bool:
-    """Whether a hook that was called from `frame` may have been given what a `torch.autograd.Function` saves."""
+    """Whether a hook that was called from `frame` may have got a tensor that a `torch.autograd.Function` saves."""
     return APPLY is None if frame is None else _is_apply(frame) or (APPLY is None and may_apply(frame))
 
 
 def may_write_into_saved(frame: FrameType | None) -> bool:
-    """Whether it may have been given what a function of somebody else's saves, which may write into its own clone."""
+    """Whether the hook may have got a tensor that a foreign autograd function saves, which may write into its copy."""
     if frame is None or APPLY is not None:
         return frame is None or frame.f_code is APPLY
     return frame.f_code is not DIRECT_APPLY and may_apply(frame)
 
 
 def function_of(frame: FrameType) -> type | None:
-    """The `torch.autograd.Function` that `frame` applies, if that can be told."""
+    """The `torch.autograd.Function` that `frame` applies, if it is known."""
     if _is_apply(frame):
         return cast("type", frame.f_locals["cls"])
     return applied(frame) if APPLY is None else None

@@ -1,7 +1,7 @@
-"""Which operation saves which tensor for backward, and in which module.
+"""Observes which operation saves which tensor for backward, and in which module.
 
-Built from global module hooks, a function mode and saved-tensor hooks. It only observes; `memopt.walk` and
-`memopt.reporting` interpret.
+It uses global module hooks, a function mode and saved-tensor hooks. `memopt.walk` and `memopt.reporting` interpret the
+observations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memopt.torch_compat import is_operator, operator_schema, storage_id
 CHECKPOINT = "checkpoint"
 """Name of the operation that saves a checkpointed region's inputs."""
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
-#: Attribute of a function, or global variable of a module, whose code saves tensors: what to report as the operation.
+#: Attribute of an autograd function, or global of a module, whose code saves tensors: its name for the operation.
 _OPERATION = "__memopt_saves__"
 _DEEPEST_SAVER = 6
 
@@ -35,17 +35,17 @@ class Save:
     modules: tuple[str, ...]
     """Names of the modules that were running, the outermost first."""
     modules_entered: int
-    """How many calls of modules had begun."""
+    """Number of module calls that had begun."""
     function: str
     """Name of the function that Python had called; empty inside a `torch.autograd.Function`."""
     functions_called: int
-    """How many calls of functions had begun."""
+    """Number of function calls that had begun."""
     saver: str
-    """Without a function: name of the `torch.autograd.Function` or memopt's step that saved it; empty if unknown."""
+    """If `function` is empty: the `torch.autograd.Function` or step of memopt that saved it; empty if unknown."""
     differentiable: bool
     """Whether the tensor is part of the graph (an attention mask is not)."""
     instead_of: int = 0
-    """The id of the storage in whose place it is kept, since its operation saved that; 0 where it saved this one."""
+    """The id of the storage that the operation saved and that this tensor replaces; 0 if it saved this tensor."""
 
     @property
     def module(self) -> str:
@@ -60,7 +60,7 @@ class Save:
 class SavedTensorObserver:
     """Context manager that follows which module and function run; `pack` and `unpack` are the saved-tensor hooks.
 
-    `unpack` returns a detached alias: with its node, a tensor that this node saved would be a reference cycle.
+    `unpack` returns a detached alias: a tensor with a grad_fn, held by that same node, would be a reference cycle.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class SavedTensorObserver:
         return pack
 
 
-# memopt's scopes recompute less under unknown hooks; this marks hooks that only observe.
+# memopt's scopes recompute less under unknown hooks. This attribute marks hooks that only observe.
 SavedTensorObserver.unpack.memopt_observer = True  # type: ignore[attr-defined]
 
 
 class ObservedTensor:
-    """What autograd holds in the place of a tensor, for as long as it would hold the tensor."""
+    """The object that autograd holds in the place of a tensor, for as long as it would hold the tensor."""
 
     __slots__ = ("__weakref__", "_save", "_saves", "tensor")
 
@@ -133,19 +133,19 @@ class ObservedTensor:
         self.tensor = tensor
 
     def instead(self, tensor: Tensor) -> ObservedTensor:
-        """`tensor`, held in the place of this one: the operation that saved this one counts as its saver."""
+        """A holder of `tensor`, which replaces this tensor: the operation that saved this one counts as its saver."""
         save = replace(self._save, instead_of=storage_id(self.tensor.untyped_storage()))
         return ObservedTensor(tensor, save, self._saves)
 
     def beside(self, tensor: Tensor) -> ObservedTensor:
-        """`tensor`, held beside this one for the same operation."""
+        """A holder of `tensor`, which is kept beside this tensor for the same operation."""
         return ObservedTensor(tensor, self._save, self._saves)
 
     def unpack(self) -> Tensor:
         return self.tensor
 
 
-#: The tensors that are or were held, in the order of their saves.
+#: All tensors that were saved, in the order of their saves; a reference is dead once autograd has freed its tensor.
 Saves = list[tuple[weakref.ref[ObservedTensor], Save]]
 
 
@@ -153,16 +153,16 @@ _observers = 0
 
 
 def is_observed() -> bool:
-    """Whether hooks of this module, which only look on, are registered for all modules."""
+    """Whether global module hooks of this file, which only observe, are registered."""
     return _observers > 0
 
 
 class RunningModules:
-    """Context manager that follows which modules of `model` run; a module outside of it counts as its caller.
+    """Context manager that follows which modules of `model` run. Other modules count under their caller's name.
 
     Args:
         entered: called with the name of each module whose forward begins, and its positional arguments.
-        left: called with what a forward returned, or None, whenever one has ended, also by an error.
+        left: called whenever a forward has ended, also by an error, with its result or None.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class RunningModules:
         self.names: list[str] = []
         """The modules that are running, the outermost first."""
         self.entered = 0
-        """How many calls have begun."""
+        """Number of calls that have begun."""
         self._of = {id(module): name for name, module in model.named_modules()}
         self._on_entry, self._on_exit = entered, left
         self._hooks: list[Any] = []
@@ -196,7 +196,7 @@ class RunningModules:
             hook.remove()
 
     def current(self) -> str:
-        """Name of the innermost module that is running; empty where none is."""
+        """Name of the innermost running module; empty if none is running."""
         return self.names[-1] if self.names else ""
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -215,7 +215,7 @@ class RunningFunctions(TorchFunctionMode):
     """Counts the functions that Python calls and names the outermost one that is running.
 
     Args:
-        stand_ins: function -> what runs in its place.
+        stand_ins: function -> the function that runs in its place.
     """
 
     def __init__(self, stand_ins: Mapping[Any, Callable[..., Any]] | None = None) -> None:

@@ -1,11 +1,11 @@
-"""Views that hold on to a much larger storage: the values alone of a fused query-key-value projection, say.
+"""Saved views that keep a much larger storage alive, e.g. only the values of a fused query-key-value projection.
 
-A saved view keeps the whole storage behind it alive. Where rotary embeddings compute new queries and keys of a fused
-projection, the view that attention saves, the values, pins all three. Once only autograd refers to such a storage, the
-saved views are copied and the storage is freed: same values, same order of strides, less memory.
+A saved view keeps the whole storage behind it alive. With rotary embeddings, attention saves new queries and keys and
+a view of the fused projection, the values: this view keeps all three alive. Once only autograd refers to such a
+storage, the saved views are copied and the storage is freed: same values, same order of strides, less memory.
 
-Operations of PyTorch itself take any strides. A `torch.autograd.Function` (a compiled region, somebody's kernel) may
-count on those that it saved, so what such a function keeps is left as it is.
+Operations of PyTorch itself take any strides. A `torch.autograd.Function` (a compiled region, a custom kernel) may rely
+on the strides of its saved tensors, so its saved tensors are never copied.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 
 from memopt.torch_compat import FakeTensor, storage_id, storage_use_count
 
-#: What is copied has to be at most this part of its storage.
+#: The copied views must take at most this part of their storage.
 LARGEST_PART = 0.75
-#: Storages that are watched at a time; the oldest is forgotten. One layer has one or two of them.
+#: Most storages that are watched at a time; the oldest is dropped. One layer has one or two of them.
 WATCHED = 8
 
 
 class Packed(Protocol):
-    """What a pack hook returns."""
+    """The result of a pack hook."""
 
     def unpack(self) -> Tensor: ...
 
 
 class Holder(Protocol):
-    """What autograd holds in the place of a saved tensor; can be weakly referenced."""
+    """An object that autograd holds in the place of a saved tensor; it can be weakly referenced."""
 
     tensor: Tensor
     """An alias of the saved tensor that only the holder refers to."""
@@ -42,16 +42,16 @@ class Holder(Protocol):
         """Hold `tensor`, which has the same values, instead."""
 
     def instead(self, tensor: Tensor) -> Packed:
-        """Holds `tensor`, which has other values, in the place of this one."""
+        """A new holder of `tensor`, which has other values and replaces this holder's tensor."""
 
 
 @dataclass
 class _Watched:
     nbytes: int
     stream: object
-    """The stream that the views were made on: nothing says that another one may read them yet."""
+    """The stream on which the views were made: a copy on another stream would not be ordered after their kernels."""
     holders: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)
-    """With the version of the tensor when it was saved."""
+    """Holders, each with the version of its tensor at the save."""
 
     def living(self) -> Iterator[tuple[Holder, int]]:
         for reference, version in self.holders:
@@ -61,7 +61,7 @@ class _Watched:
 
 
 class PinnedStorages:
-    """Storages of which autograd keeps small views; `settle` copies the views where that frees the storage."""
+    """Storages of which autograd keeps small views; `settle` copies the views if that frees the storage."""
 
     __slots__ = ("_watched", "has_copied")
 
@@ -71,7 +71,7 @@ class PinnedStorages:
         """Whether any view was copied."""
 
     def wants(self, tensor: Tensor) -> bool:
-        """Whether `saved` has anything to do for `tensor`, not a leaf, as PyTorch's own operations save it."""
+        """Whether `saved` has work to do for `tensor`, which is no leaf and saved by an operation of PyTorch."""
         if self._watched:
             return True
         if tensor.layout is not torch.strided:
@@ -79,9 +79,9 @@ class PinnedStorages:
         return tensor.numel() * tensor.element_size() <= LARGEST_PART * tensor.untyped_storage().nbytes()
 
     def saved(self, holder: Holder, tensor: Tensor) -> None:
-        """Note that `holder` holds `tensor` for backward, and settle what other storages wait for.
+        """Note that `holder` holds `tensor` for backward, and settle other watched storages.
 
-        What a `torch.autograd.Function` saves must not come here.
+        Never call it for a tensor that a `torch.autograd.Function` saves.
         """
         if tensor.is_leaf or tensor.layout is not torch.strided:
             return
@@ -116,7 +116,7 @@ class PinnedStorages:
             return False
         views = {_view(holder.tensor): holder.tensor for holder, _ in holders}
         nbytes = sum(view.numel() * view.element_size() for view in views.values())
-        # What was changed in place must still be found out by whoever holds it.
+        # A holder must still detect that its tensor was changed in place: a copy would hide that.
         unchanged = all(holder.tensor._version == version for holder, version in holders)
         if unchanged and nbytes <= LARGEST_PART * first.untyped_storage().nbytes():
             self.has_copied = True
@@ -128,13 +128,13 @@ class PinnedStorages:
 
 
 def only_held_by(aliases: Sequence[Tensor]) -> bool:
-    """Whether nobody but `aliases`, one for each holder, refers to their storage; False where none can tell."""
+    """Whether only `aliases`, one for each holder, refer to their storage; False if reference counts are missing."""
     storage = aliases[0].untyped_storage()  # one reference more
     return storage_use_count(storage_id(storage)) <= 1 + len(aliases)
 
 
 def stream_of(tensor: Tensor) -> object:
-    """The stream that work on `tensor` is put on now; None where there are none."""
+    """The current stream of the device of `tensor`; None for CPU, meta and fake tensors."""
     if tensor.device.type in ("cpu", "meta") or isinstance(tensor, FakeTensor):
         return None
     return torch.accelerator.current_stream(tensor.device)

@@ -1,4 +1,4 @@
-"""Tensors in which a smaller one is repeated, as grouped keys and values are for each query head: that one is saved."""
+"""Saves the smaller tensor for a tensor that repeats it, e.g. grouped keys and values repeated for each query head."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from memopt.saved.pinned import Packed
 
 
 class Once:
-    """Stands for a contiguous tensor in which one was repeated, and holds that one."""
+    """Stands for a contiguous tensor that repeats a smaller one, and holds the smaller one."""
 
     __slots__ = ("_packed", "_shape", "_view")
 
     def __init__(self, packed: Packed, shape: tuple[int, ...], tensor: Tensor) -> None:
-        """`shape` is that of the repeats, of which `tensor` is a view."""
+        """`shape` is the shape of the repeated tensor, of which `tensor` is a view."""
         self._packed, self._shape = packed, shape
         self._view = tensor.size(), tensor.stride()
 
@@ -27,9 +27,9 @@ class Once:
 
 
 def once_in(tensor: Tensor, base: Tensor, node: Node) -> tuple[Tensor, tuple[int, ...]] | None:
-    """What is repeated in `tensor`, `base` or a view of all of it, as a copy, and the shape of the repeats.
+    """A copy of the smaller tensor that `tensor` (`base` or a view of all of it) repeats, and the repeated shape.
 
-    None where `node`, which made `base`, repeated nothing, or something was changed in place since.
+    None if `node`, which made `base`, repeated nothing, or if `tensor` was changed in place since.
     """
     found = repeated_from(node)
     if found is None or tensor._version != 0 or tensor.numel() != base.numel():

@@ -2,12 +2,12 @@
 
 Inside a :class:`RecomputeScope` every tensor that any operation saves for backward passes through a saved-tensor
 hook. If the tensor (or the base of which it is a view) was made by a node with a rule (`memopt.recompute.rules`), a
-:class:`Handle` to that node is saved; backward recomputes the tensor once for all its handles and frees it with the
-last of them. Everything else is saved as autograd would save it, or handed to the hook that was active outside
-(activation checkpointing, offloading, a memory report), so scopes compose with those in both orders.
+:class:`Handle` to that node is saved. Backward recomputes the tensor once for all its handles and frees it with the
+last handle. Any other tensor is saved as autograd would save it, or passed to the hook that was active outside
+(activation checkpointing, offloading, a memory report), so scopes compose with such hooks in both orders.
 
-Identity comes from the graph, not from addresses: the handle owns the producing node, and the node owns what it
-saved. A tensor that was changed in place since (version > 0) is never replaced by a handle.
+A handle finds its tensor through the graph, not by address: it owns the producing node, and the node owns its saved
+tensors. A handle never replaces a tensor that was changed in place (version > 0).
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from memopt.torch_compat import (
     unpack_hooks,
 )
 
-#: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
+#: Size, strides and offset may not describe a tensor of another class (sharded, nested, quantised).
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 S = TypeVar("S", bound=Slot)
-#: A tensor that is kept as it is, with its version, or what gives it back.
+#: A tensor that is kept as it is, with its version, or an object whose `unpack` returns the tensor.
 Saved = Packed | tuple[Tensor, int]
 
 
 class RecomputeScope:
     """Context manager: inside it, outputs that can be recomputed are saved as handles.
 
-    Entering is free where it has nothing to do: gradients are off, such a scope is already active, saved-tensor
-    hooks are disabled, or the code is being compiled (the compiler's partitioner does this job itself).
+    Entering does nothing if gradients are off, such a scope is already active, saved-tensor hooks are disabled, or the
+    code is being compiled (the compiler's partitioner does this job itself).
 
     Args:
-        families: which rules apply (`memopt.recompute.rules.FAMILIES`).
-        compression: how saved tensors are stored that are not recomputed; needs `hidden`.
-        hidden: hidden states that the code inside is given; their size tells what is worth compressing.
-        proofs: of which handles it is known whether they give their tensor; kept from one call of a module to the next.
+        families: families of rules that apply (`memopt.recompute.rules.FAMILIES`).
+        compression: stores saved tensors that are not recomputed; needs `hidden`.
+        hidden: the hidden states that the code inside reads; their size decides which tensors are worth compressing.
+        proofs: handle -> whether it was seen to give its tensor; kept from one call of a module to the next.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RecomputeScope:
         self._hidden = hidden
         self._entered: list[tuple[saved_tensors_hooks, _Pack] | None] = []
         self.replaced: bool | None = None
-        """After it: whether anything was kept in another way than without it; None where it did not enter."""
+        """After the scope: whether any tensor was kept in another way than without it; None if it did not enter."""
 
     def __enter__(self) -> None:
         self._entered.append(self._enter())
@@ -129,8 +129,8 @@ class _Pack:
         pair: tuple[Any, Any] = outer or (None, None)
         self.memopt_outer_pack, self._outer_unpack = pair
         # Activation checkpointing runs this code twice and must see the same tensors both times, but the second run
-        # starts from detached inputs. So under a foreign hook only nodes made inside this scope count: their tensors
-        # are unpacked by a function that no other scope has. Sequence numbers do not tell: each thread counts its own.
+        # starts from detached inputs. So under a foreign hook only nodes made inside this scope count. A function that
+        # no other scope has unpacks their tensors and marks them. Sequence numbers do not: each thread counts its own.
         restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
         self._made_inside: list[Callable[..., Any]] = []
         if restricted:
@@ -139,7 +139,8 @@ class _Pack:
             while around is not None:
                 around._made_inside.append(self._outer_unpack)
                 around = around.inside
-        # What a foreign hook keeps is its own affair; what reentrant checkpointing runs again is used at once.
+        # Leave tensors alone that a foreign hook keeps, and the second run of reentrant checkpointing: it uses its
+        # tensors at once.
         exchanges = not restricted and current_graph_task_id() == -1
         self._pinned = PinnedStorages() if exchanges else None
         self._compressor: Compressor | None = None
@@ -149,7 +150,7 @@ class _Pack:
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []
-        self._replaces = self.compressor is not None or inside is not None  # whose families would hold here
+        self._replaces = self.compressor is not None or inside is not None  # whose families would apply without this
 
     def __call__(self, tensor: Tensor, frame: FrameType | None = None) -> Saved:
         base = tensor._base
@@ -169,43 +170,43 @@ class _Pack:
         return self._kept(tensor, by_function=may_be_a_function(frame or sys._getframe().f_back))
 
     def _kept(self, tensor: Tensor, *, by_function: bool) -> Packed:
-        """What to keep for a tensor that is kept as it is, or for the time being."""
+        """The object for autograd in place of a tensor that is kept as it is, at least until the module is done."""
         packed, holder = self._held(tensor)
         if self._pinned is not None and holder is not None and not by_function and type(tensor) in _PLAIN_TYPES:
             self._pinned.saved(holder, tensor)
         compressor = self.compressor
-        # A leaf that no function saves is data: a mask, a cast of a frozen weight.
+        # A leaf that an operation of PyTorch saves is data: a mask, a cast of a frozen weight.
         if compressor is not None and holder is not None and (by_function or not tensor.is_leaf):
             packed = compressor.saved(packed, holder, tensor, needs_strides=by_function)
         return packed
 
     @property
     def replaces(self) -> bool:
-        """Whether anything was, or may have been, kept in another way than without the scope."""
+        """Whether any tensor was, or may have been, kept in another way than without the scope."""
         return self._replaces or (self._pinned is not None and self._pinned.has_copied)
 
     @property
     def is_free(self) -> bool:
-        """Whether it may exchange what is saved: under no foreign hook, and outside of backward."""
+        """Whether the scope may exchange saved tensors: not under a foreign hook, and not inside a backward."""
         return self._pinned is not None
 
     @property
     def compressor(self) -> Compressor | None:
-        """Its own, or that of the scope around it."""
+        """The compressor of this scope, or of the scope around it."""
         return self._compressor or self._borrowed
 
     def _handle(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
-        """What to keep for a tensor that can be recomputed."""
+        """A counted handle of `tensor`; None if it cannot be recomputed."""
         followed = self._followed(tensor, of_casts_only=of_casts_only)
         if followed is None:
             return None
         self._replaces = True
         if self._made_inside:
-            followed.memopt_unpack = self._outer_unpack  # as of a tensor that the foreign hook keeps
+            followed.memopt_unpack = self._outer_unpack  # marks it as made inside, like a tensor of the foreign hook
         return followed.taken()
 
     def _followed(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
-        """How to make a tensor again, if that can be done."""
+        """A handle of `tensor`, not counted as a reader yet; None if it cannot be recomputed."""
         base = tensor if tensor._base is None else tensor._base
         node: Node = base.grad_fn
         if node is None or not may_have_rule(node) or tensor._version != 0:
@@ -223,13 +224,13 @@ class _Pack:
         if not expression.to_prove:
             return handle if rule.keeps_enough(expression.node) else None
         if of_casts_only and tensor.numel() < base.numel():
-            return None  # all of it would be recomputed for each part that a function may write into
+            return None  # each part that a function may write into would recompute the whole base
         keeps_enough = rule.keeps_enough(expression.node) or saves_output(expression.node)
         return handle if keeps_enough and self._is_proven(expression, handle, base) else None
 
     def _is_proven(self, expression: Expression, handle: Handle, base: Tensor) -> bool:
-        """Whether `handle` was seen to give its tensor, in this call of the module or in one before."""
-        # A foreign hook cannot give back in forward what it keeps.
+        """Whether `handle` was seen to give its tensor, in this call of the module or in an earlier one."""
+        # A foreign hook cannot unpack its tensors in the forward.
         if not self.is_free or self.compressor is not None:
             return False
         if handle.is_shared:
@@ -241,7 +242,7 @@ class _Pack:
         return self._proofs[key]
 
     def _once(self, tensor: Tensor, base: Tensor, node: Node) -> Once | None:
-        """What to keep for a tensor in which one is repeated; None for other tensors."""
+        """The object to keep for a tensor that repeats a smaller one; None for other tensors."""
         if not self.is_free or self.compressor is not None or not _is_plain_view(tensor, base):
             return None
         found = once_in(tensor, base, node)
@@ -255,7 +256,7 @@ class _Pack:
         return self._held(tensor) if handle is None else (handle, None)
 
     def _held(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
-        """What to give to autograd for `tensor`, and what holds it in there; None where that may not be exchanged."""
+        """The object for autograd in place of `tensor`, and its holder; None if the tensor may not be exchanged."""
         holder = Kept(tensor) if self.memopt_outer_pack is None else self.memopt_outer_pack(tensor)
         packed = holder if self.memopt_outer_pack is None else Forwarded(holder, self._outer_unpack)
         return packed, holder if hasattr(holder, "keep") else None
@@ -264,11 +265,11 @@ class _Pack:
         return self._held(tensor)[0]
 
     def slot(self, make: Callable[[Packing], S]) -> S | None:
-        """A slot whose tensor may be exchanged; None where a foreign hook keeps what is saved."""
+        """A slot whose tensor may be exchanged; None if a foreign hook keeps saved tensors, or inside a backward."""
         if self._pinned is None:
             return None
         slot = make(Packing(self._held, self._held_unless_recomputed, self._followed, self._keep))
-        # Whoever reads an output may stand outside of an inner scope.
+        # Settle with the outermost scope: a reader of an output may be outside of an inner scope.
         outermost = self
         while outermost.inside is not None:
             outermost = outermost.inside
@@ -277,7 +278,7 @@ class _Pack:
         return slot
 
     def settle(self) -> None:
-        """The module is done: exchange what is kept for what takes less."""
+        """Called when the module is done: replace kept tensors by smaller ones."""
         if self._pinned is not None:
             self._pinned.settle()
         settle(self._slots)
@@ -285,18 +286,17 @@ class _Pack:
             self._compressor.settle()
 
     def _keeps(self, node: Node, field: str | None) -> bool:
-        """Whether the tensors that `node` saved are there, and passed through no hook but a scope's, an observer's, and
-        the unpack hook outside of this scope; under a foreign hook through this scope's, or that of one inside it. With
-        `field`, whether that tensor is, and is no parameter.
+        """Whether the saved tensors of `node` (only that of `field`, if given) exist and passed through allowed hooks.
 
-        Another foreign hook (checkpointing of the node's module alone) may give each tensor back only once. A scope in
-        a checkpointed region hands on to its hook: a reader behind that region would run it again early.
+        Allowed are hooks of scopes and observers and the unpack hook outside of this scope; under a foreign hook, only
+        that of this scope or of one inside it. Another foreign hook (checkpointing of the node's module alone) may
+        return each tensor only once, or run its region again early. With `field`, the tensor must be no parameter.
         """
         try:
             hooks = [hook for hook in unpack_hooks(node, field) if hook is not None]
-        except RuntimeError:  # backward has been through it
+        except RuntimeError:  # backward has freed them
             return False
-        # Sharding may have freed a parameter by the time that a reader asks.
+        # Sharded training may have freed a parameter before a reader uses it.
         if field is not None and isinstance(at_hand(held(node, field)), (nn.Parameter, type(None))):
             return False
         if self._made_inside:
@@ -305,12 +305,12 @@ class _Pack:
 
 
 def in_a_scope() -> bool:
-    """Whether a scope is the innermost hook, so that it sees what is saved here."""
+    """Whether a scope's hook is the innermost saved-tensor hook, which gets the tensors saved here."""
     return _innermost() is not None
 
 
 class _UnseenPack(_Pack):
-    """The same while a function mode is active that need not see how a tensor is packed: it would take longer."""
+    """A scope's pack hook that hides its operations from active function modes, to save their time."""
 
     __slots__ = ()
 
@@ -320,8 +320,8 @@ class _UnseenPack(_Pack):
 
 
 def applies(family: str) -> bool:
-    """Whether readers in the innermost scope save handles of outputs of this family, wherever these are produced, and
-    nothing is stored in fewer bits. Not under a foreign hook, which runs the code again or keeps tensors elsewhere."""
+    """Whether readers in the innermost scope save handles of this family's outputs, wherever these are produced, and
+    nothing is quantised. False under a foreign hook, which runs the code again or keeps tensors elsewhere."""
     pack = _innermost()
     return pack is not None and family in pack.families and pack.compressor is None and pack.is_free
 
@@ -336,7 +336,7 @@ unseen = _Unseen()
 
 @contextlib.contextmanager
 def packing_unseen() -> Iterator[None]:
-    """Inside, where :func:`applies` is true, function modes do not see what the innermost scope does."""
+    """Inside, function modes do not see operations of the innermost scope. Only where :func:`applies` is true."""
     pack = _innermost()
     assert pack is not None
     before, pack.__class__ = pack.__class__, _UnseenPack
@@ -349,38 +349,38 @@ def packing_unseen() -> Iterator[None]:
 
 
 def recomputes(tensor: Tensor) -> bool:
-    """Whether what saves `tensor` here saves a handle, since it can be recomputed."""
+    """Whether an operation that saves `tensor` here saves a handle, because `tensor` can be recomputed."""
     return (pack := _innermost()) is not None and pack._followed(tensor) is not None
 
 
 def new_slot(make: Callable[[Packing], S]) -> S | None:
-    """A slot in the innermost scope; None where there is no scope, or a foreign hook keeps what is saved."""
+    """A slot in the innermost scope; None if there is no scope, or as in `_Pack.slot`."""
     pack = _innermost()
     return None if pack is None else pack.slot(make)
 
 
 def saving_by(pack: Callable[[Tensor], Any]) -> saved_tensors_hooks:
-    """Inside, what is saved goes through `pack` of a slot."""
+    """Inside, saved tensors go through `pack` of a slot."""
     return saved_tensors_hooks(pack, _unpack)
 
 
 def saving_shape_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Inside, in a scope, an operation that saves `tensor` saves its shape; it must not read the values."""
+    """Inside, in a scope, operations save only the shape of `tensor`; their backward must not read its values."""
     pack = _innermost()
     if pack is None:
         return contextlib.nullcontext()
-    pack._replaces, whole = True, weakref.ref(tensor)  # PyTorch keeps the hook as long as what was saved
+    pack._replaces, whole = True, weakref.ref(tensor)  # weak: PyTorch keeps the hook as long as the saved tensors
     return saved_tensors_hooks(lambda saved: ShapeOnly(saved) if saved is whole() else pack(saved), _unpack)
 
 
 def _innermost() -> _Pack | None:
-    """The innermost scope, where no other hook is inside it."""
+    """The pack hook of the innermost scope; None if another hook is inside it."""
     top = top_saved_tensors_hooks(False)
     return top[0] if top is not None and isinstance(top[0], _Pack) else None
 
 
 def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:
-    """Whether size, strides and offset say all about `tensor` that its base does not."""
+    """Whether size, strides and offset are enough to make `tensor` from its base."""
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.layout is torch.strided

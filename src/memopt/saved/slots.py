@@ -1,9 +1,9 @@
 """Saved tensors that a scope may replace by something smaller when its module is done, each in a slot.
 
-A saved tensor is in use until the scope's module returns, and only then can it be told what else refers to its
-storage. So a scope gathers slots and settles them at its end: where only slots refer to a storage, and each can do
-without it, all are replaced. If one cannot, none is, and all gradients stay exact. Tensors outside of slots may be
-compressed then, too.
+A saved tensor is in use until the scope's module returns. Only then do reference counts show whether anything else
+refers to its storage. So a scope gathers slots and settles them at its end. If only slots refer to a storage and each
+slot can do without it, all of them replace their tensor. Otherwise none does, and all gradients stay exact. Kept
+tensors outside of slots may be compressed then, too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Compressible:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing was written into the tensor since, and no other stream may still use it."""
+        """Whether the tensor was not written to since its save, and no other stream may still use it."""
         tensor = self.holder.tensor
-        # A copy in its place (`memopt.saved.pinned`) counts its own changes.
+        # If a copy replaced the tensor (`memopt.saved.pinned`), its own version counter starts at 0.
         version = self._version if storage_id(tensor.untyped_storage()) == self._storage else 0
         return tensor._version == version and stream_of(tensor) == self._stream
 
@@ -44,40 +44,40 @@ class Compressible:
 
 
 class Compressor(Protocol):
-    """Gathers what one call of a scope's module keeps."""
+    """Gathers the tensors that one call of a scope's module keeps."""
 
     def saved(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool) -> Packed:
         """What to keep for `tensor`: `packed`, or something that `settle` may compress.
 
-        With `needs_strides` whoever saved it may count on its strides; operations of PyTorch itself do not.
+        With `needs_strides`, a `torch.autograd.Function` saved it and may rely on its strides.
         """
 
     def settle(self) -> None:
         """Compress every storage that only autograd refers to."""
 
 
-#: How a scope stores the saved tensors that are not recomputed: makes the compressor of one call from the hidden states
-#: that the module is given, whose size tells what is worth compressing.
+#: Makes the compressor for one call of a scope's module, which stores the saved tensors that are not recomputed. The
+#: argument is the module's input, the hidden states: their size decides which tensors are worth compressing.
 Compression = Callable[[Tensor], Compressor]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a slot's scope keeps tensors. Each function returns what autograd holds, and what holds the tensor in there
-    (None where that may not be exchanged)."""
+    """Functions by which a slot's scope keeps tensors. A pair is the object for autograd, and the holder in it of the
+    tensor (None if the tensor may not be exchanged)."""
 
     whole: Callable[[Tensor], tuple[Packed, Holder | None]]
-    """As it is."""
+    """Keeps the tensor as it is."""
     shortest: Callable[[Tensor], tuple[Packed, Holder | None]]
-    """As a handle if it can be recomputed, else as it is."""
+    """Keeps a handle if the tensor can be recomputed, else the tensor as it is."""
     follow: Callable[[Tensor], Handle | None]
-    """How a tensor can be recomputed, if it can."""
+    """A handle of the tensor, not yet counted as a reader; None if it cannot be recomputed."""
     keep: Callable[[Tensor], Packed]
-    """For a new tensor that takes its place."""
+    """Keeps a new tensor that replaces the saved one."""
 
 
 class Slot:
-    """What autograd holds in the place of a saved tensor."""
+    """The object that autograd holds in the place of a saved tensor."""
 
     __slots__ = ("__weakref__", "held", "packed")
 
@@ -98,15 +98,15 @@ class Slot:
         """Called for every slot before the first is exchanged."""
 
     def gives_way(self) -> bool:
-        """Whether the tensor is not needed as it is."""
+        """Whether this slot can do without the tensor."""
         raise NotImplementedError
 
     def exchange(self, together: Sequence[Slot]) -> None:
-        """Hold what is kept instead. `together` are all the slots of the storage, in the order of their making."""
+        """Replace the tensor. `together` are all slots of its storage, in the order in which they were made."""
         raise NotImplementedError
 
     def stay(self) -> None:
-        """The storage cannot be let go."""
+        """Called if the storage must be kept."""
 
 
 def tensor_of(slot: Slot) -> Tensor:
@@ -116,7 +116,7 @@ def tensor_of(slot: Slot) -> Tensor:
 
 
 def settle(references: Iterable[weakref.ref[Slot]]) -> None:
-    """Exchange what can be; afterwards no slot can be exchanged any more."""
+    """Let slots replace their tensors where a whole storage can be freed. Afterwards no slot can any more."""
     slots = [slot for reference in references if (slot := reference()) is not None]
     for slot in slots:
         if slot.held is not None:
@@ -138,6 +138,6 @@ def settle(references: Iterable[weakref.ref[Slot]]) -> None:
 
 
 def _gives_way(group: Sequence[Slot]) -> bool:
-    """Whether nobody but these slots, which hold one storage, needs it."""
+    """Whether nothing but these slots refers to their common storage, and each slot can do without it."""
     willing = all(slot.held is not None and slot.held.is_settled and slot.gives_way() for slot in group)
     return willing and only_held_by([tensor_of(slot) for slot in group])

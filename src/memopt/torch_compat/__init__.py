@@ -1,13 +1,13 @@
 """Every private name of PyTorch that memopt uses, with its meaning and the loss without it.
 
-PyTorch may rename or drop such a name in any release. Each is therefore looked up once, when this package is imported
-(:func:`memopt.torch_compat.lookup.find`). Where it is absent, a stand-in switches off exactly the mechanism that needs
-it; :func:`missing` lists these, and :func:`memopt.patch` warns of them once. ``tests/torch_compat`` checks each
-name against its description and removes each in turn.
+PyTorch may rename or drop such a name in any release. So the import of this package looks up each name once
+(:func:`memopt.torch_compat.lookup.find`). If a name is absent, a stand-in switches off exactly the mechanism that needs
+it. :func:`missing` lists the absent names, and :func:`memopt.patch` warns of them once. ``tests/torch_compat`` checks
+each name against its description and removes each in turn.
 
-Where possible a name here *is* PyTorch's own function, so that a call costs nothing more. Bind names at module level.
+Where possible a name here *is* PyTorch's own function, so a call has no overhead. Import names at module level.
 
-Not here, because PyTorch documents them or tests their compatibility: ``Tensor._version`` and ``Tensor._base``;
+Not in this package, because PyTorch documents them or tests their compatibility: ``Tensor._version``, ``Tensor._base``;
 the dictionaries ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``; ``name()``, ``metadata`` and
 ``next_functions`` of graph nodes; names of ATen operators that begin with an underscore (``aten._unsafe_view``).
 """

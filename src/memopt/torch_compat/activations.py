@@ -1,10 +1,10 @@
-"""The known activations, one row each, and PyTorch's own operations behind them.
+"""The known activations, one row each, and the PyTorch operations that compute them.
 
 A kind is one function with the constants written here; a module with other constants (another slope, another alpha)
 is not of that kind. The rows are the reference of the Triton kernels and of the probes of a model's activations. To add
 a kind, add its row here and its value and slope to `memopt.kernels.activation.scalar_triton`.
 
-Each gradient is the sequence of operations that autograd runs for the value beside it: the same cost and rounding.
+Each gradient runs the operations that autograd runs for the value: its cost and rounding are those of autograd.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 Elementwise = Callable[[Tensor], Tensor]
 
 OTHER = "other"
-"""The kind of an activation that is none of the rows."""
+"""The kind of an activation that has no row."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class Operation:
     """An activation that PyTorch computes in one operation, whatever its constants."""
 
     name: str
-    """Name of the aten operation, as a dispatch mode sees it."""
+    """Name of the aten operation, as a dispatch mode gets it."""
     node: str
     """Name of its autograd node."""
     saves: Literal["input", "output"]
-    """What the node saves for backward."""
+    """The tensor that the node saves for backward."""
     functions: tuple[str, ...]
-    """Names of the Python functions that run it, as a function mode sees them."""
+    """Names of the Python functions that run it, as a function mode gets them."""
     kind: str | None = None
     """Kind of a call of it, whatever its constants; None if a call does not count as an activation."""
     recompute: Callable[..., Tensor] | None = None
-    """The output from the saved input and `constants`; None if the node saves the output, or it is not needed."""
+    """Computes the output from the saved input and `constants`; None if the node saves its output, or if not needed."""
     constants: tuple[str, ...] = ()
-    """What the node saves beside its input, in the order in which `recompute` takes it."""
+    """Constants that the node saves beside its input, in the order of the arguments of `recompute`."""
     only_of_linears: bool = False
-    """It has other uses (gates): a call counts as an activation only where it reads a linear's output."""
+    """Whether it has other uses (gates): a call counts as an activation only if it reads a linear's output."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Activation:
     """One known activation f."""
 
     kind: str
-    """Its name; in the Triton kernels too."""
+    """Its name, also in the Triton kernels."""
     value: Elementwise
     """z -> f(z), shaped like z."""
     gradient: Callable[[Tensor, Tensor], Tensor]
     """(dh, z) -> dh * f'(z), shaped like z."""
     slopes: tuple[float, float] | None
-    """Limits of f' at minus and plus infinity; None if it has none."""
+    """Limits of f' at minus and plus infinity; None if f' has no limits."""
     continuous: bool
     """Whether f' is continuous."""
     operation: Operation | None
@@ -139,10 +139,10 @@ _ROWS = (
     Activation("elu", F.elu, lambda dh, z: _aten.elu_backward(dh, 1, 1, 1, False, z), (0, 1), True, _ELU),
 )
 
-#: By kind. Compared in fp64; the two GELUs differ by 5e-4, rounded constants of one formula by 1e-9.
+#: Kind -> activation. Probes compare in fp64: the two GELUs differ by 5e-4, rounded constants of one formula by 1e-9.
 ACTIVATIONS: dict[str, Activation] = {row.kind: row for row in _ROWS}
 
-#: Every operation above, and those without a kind, by name.
+#: Name -> operation: every operation above, and operations without an activation here.
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
@@ -167,6 +167,6 @@ def kind_of_call(name: str, keywords: Mapping[str, Any]) -> str | None:
 
 
 def saves_its_output(kind: str) -> bool:
-    """Whether the one operation that computes this kind saves its output; False for a kind that takes several."""
+    """Whether the operation that computes this kind saves its output; false for a kind of several operations."""
     row = ACTIVATIONS.get(kind)
     return row is not None and row.operation is not None and row.operation.saves == "output"

@@ -1,4 +1,4 @@
-"""Autograd's private names: saved-tensor hooks, graph nodes and what they saved, storages and their owners."""
+"""Autograd's private names: saved-tensor hooks, graph nodes and their saved tensors, storages and their owners."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _unknown_message() -> str | None:
 top_saved_tensors_hooks: Callable[[bool], Hooks | None] = find(_TOP, _unknown_hooks, _NO_SCOPE)
 """The innermost pair of saved-tensor hooks that is active in this thread; None if none is.
 
-Its argument: True to see hooks while they are traced, else False. Only the innermost hooks of PyTorch run, so a scope
-passes what it saves to the pair outside. Without this name no scope opens and no linear recomputes its input.
+Its argument: True to see hooks while they are traced, else False. PyTorch runs only the innermost hooks, so a scope
+passes its tensors to the pair outside. Without this name no scope opens and no linear recomputes its input.
 """
 
 saved_tensors_hooks_disabled: Callable[[], str | None] = find(_DISABLED, _unknown_message, _NO_SCOPE)
 """Why saved-tensor hooks may not be entered now (function transforms disable them); None if they may.
 
-Entering them then is an error, so without this name no scope opens.
+Entering disabled hooks is an error, so without this name no scope opens.
 """
 if not is_found(_TOP):
     saved_tensors_hooks_disabled = _unknown_message
@@ -55,18 +55,18 @@ _UNKNOWN_TIME = "the peak in a report does not say what causes it"
 
 find(_NUMBER, None, _UNKNOWN_TIME)
 next_sequence_number: Callable[[], float] = find(_NEXT_NUMBER, lambda: math.inf, _UNKNOWN_TIME)
-"""The number that the next node of this thread gets; numbers rise by one a node, and each thread counts its own.
+"""The number that the next node of this thread gets. Numbers rise by one a node, and each thread counts for itself.
 
-A GPU's backward runs in another thread, so they do not tell what was made before. A trace runs in one thread.
+A GPU's backward runs in another thread, so numbers do not order nodes of forward and backward. A trace has one thread.
 """
 
 sequence_number: Callable[[Any], float] = methodcaller("_sequence_nr") if is_found(_NUMBER) else lambda node: -1.0
-"""The number of a node, which :func:`next_sequence_number` gave before it was made."""
+"""The number of a node, as :func:`next_sequence_number` returned it before the node was made."""
 
 current_node: Callable[[], Any] = find(
     "torch._C._current_autograd_node", lambda: None, "the peak in a report does not say what is recomputed"
 )
-"""The node whose backward this thread is running; None if it runs none."""
+"""The node whose backward this thread is running; None outside of backward."""
 
 _BACKWARD_CLASS = "torch.autograd.Function._backward_cls"
 find(_BACKWARD_CLASS, None, "backward of memopt's operators takes longer")
@@ -75,8 +75,8 @@ find(_BACKWARD_CLASS, None, "backward of memopt's operators takes longer")
 def call_its_backward(function: Any) -> None:
     """Let autograd call the ``backward`` of `function`, a `torch.autograd.Function` without a ``vjp``, itself.
 
-    The method of ``_backward_cls`` that it replaces finds out at every call which of the two the function has. Without
-    this name that remains.
+    The replaced method of ``_backward_cls`` tests at every call which of the two the function has. Without this name
+    it is not replaced.
     """
     if is_found(_BACKWARD_CLASS):
         function._backward_cls.apply = function.backward
@@ -90,26 +90,26 @@ input_metadata: Callable[[Any], Any] | None = (
 )
 """One entry for each output of a node's forward operation (input of its backward) with its ``dtype`` and ``shape``.
 
-The only place where nodes of casts and views show the dtype and shape of their input. None where PyTorch lacks it.
+Nodes of casts and views show the dtype and shape of their output nowhere else. None if PyTorch lacks this name.
 """
 
 current_graph_task_id: Callable[[], int] = find(
     "torch._C._current_graph_task_id", lambda: 0, "views are not copied and nothing is sampled, coded or compressed"
 )
-"""The number of the backward that this thread is running; -1 if it runs none.
+"""The number of the backward that this thread is running; -1 outside of backward.
 
-What a forward saves inside backward (reentrant checkpointing) is used at once, so replacing it frees nothing.
-Without this name every forward counts as one inside backward.
+Tensors that a forward saves inside backward (reentrant checkpointing) are used at once, so replacing them frees
+nothing. Without this name every forward counts as one inside backward.
 """
 
-# -- what a node saved ----------------------------------------------------------------------------------------------
+# -- saved tensors of a node ----------------------------------------------------------------------------------------
 
 _PADS = tuple(f"{mode}Pad{rank}DBackward0" for mode in ("Reflection", "Replication") for rank in (1, 2, 3))
 _ATTENTIONS = ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu")
 _ACTIVATED = (operation.node for operation in OPERATIONS.values() if operation.saves == "output")
 _RESULTS = ("SoftmaxBackward0", "ExpBackward0", *_ACTIVATED)
 
-#: Node of a batch norm, by the library that computes it -> its name of eps.
+#: Node of a batch norm, one for each library that computes it -> its field with eps.
 BATCH_NORMS = {
     "NativeBatchNormBackward0": "eps",
     "CudnnBatchNormBackward0": "epsilon",
@@ -147,7 +147,7 @@ SAVED_FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_RESULTS, ("result",)),
     **{f"ScaledDotProduct{attention}Backward0": ("output",) for attention in _ATTENTIONS},
 }
-"""Kind of node (its ``name()``) -> the fields of it that memopt reads, by :func:`saved`."""
+"""Kind of node (its ``name()``) -> the fields that memopt reads with :func:`saved`."""
 
 _NOT_RECOMPUTED = "outputs of some operations are saved instead of recomputed"
 _UNSHOWN = frozenset(
@@ -159,23 +159,23 @@ _UNSHOWN = frozenset(
 
 
 def shows_saved(node_name: str) -> bool:
-    """Whether nodes of this kind of `SAVED_FIELDS` show all fields that memopt reads; otherwise none has a rule."""
+    """Whether nodes of this kind show all their fields in `SAVED_FIELDS`; otherwise they have no rule."""
     return node_name in SAVED_FIELDS and node_name not in _UNSHOWN
 
 
 def saved(node: Any, field: str) -> Any:
-    """What `node` saved for its backward under the name that derivatives.yaml gives it: a tensor, number or tuple.
+    """The tensor, number or tuple that `node` saved for its backward as `field`, its name in derivatives.yaml.
 
     Negative dimensions are shown as unsigned 64-bit numbers.
 
     Raises:
-        RuntimeError: backward has been through the node and released it.
+        RuntimeError: backward has run the node and released its saved tensors.
     """
     return getattr(node, "_saved_" + field)
 
 
 def held(node: Any, field: str) -> Any:
-    """What is held for that tensor: the tensor itself, or what a hook made of it, which is not asked to unpack it.
+    """The object that the node holds for its saved tensor `field`: the tensor, or a hook's packed object, not unpacked.
 
     None if PyTorch does not show it.
     """
@@ -189,9 +189,8 @@ _engine: Callable[..., Any] | None = find(_ENGINE, None, "a trace of a step on f
 def run_backward(*losses: Tensor) -> None:
     """Backward from `losses`, with ones as their gradients, under the function modes that are active.
 
-    PyTorch's own ``Tensor.backward`` puts them aside.
-
-    A checkpointed block that runs again then runs as it did in forward. Without this name they are put aside.
+    PyTorch's own ``Tensor.backward`` disables function modes. With active modes, a checkpointed block that runs again
+    runs as it did in forward. Without this name, modes are disabled.
     """
     ones = tuple(torch.ones_like(loss) for loss in losses)
     if _engine is None:
@@ -211,22 +210,22 @@ _RAW_FIELDS = tuple(
 def _unpack_hooks(node: Any, field: str | None = None) -> list[Callable[[Any], Tensor] | None]:
     """The unpack hook of each tensor that `node` saved, or None if autograd itself holds the tensor.
 
-    What a hook unpacks may name another one that it asks, as ``memopt_unpack``; that is then the hook.
+    If the packed object has an attribute ``memopt_unpack``, the hook to which it passes the tensor on, that one counts.
 
-    Looks at all tensors of a `torch.autograd.Function`, and at those of an operation that rules read, or only at that
-    which it saved as `field`. A foreign hook (checkpointing of one module inside a block) may unpack a tensor only
-    once, so such nodes are not recomputed from.
-    Without ``SavedTensor.unpack_hook`` or the raw fields nothing is recomputed from any node.
+    For a `torch.autograd.Function` all tensors count; for an operation the tensors that rules read, or only the one
+    saved as `field`. A foreign hook (checkpointing of one module inside a block) may unpack a tensor only once, so
+    nothing is recomputed from such nodes. Without ``SavedTensor.unpack_hook`` or the raw fields, nothing is recomputed
+    from any node.
 
     Raises:
-        RuntimeError: backward has been through the node and released it, or PyTorch lacks the fields.
+        RuntimeError: backward has run the node and released its tensors, or PyTorch lacks the fields.
     """
-    raw = getattr(node, "_raw_saved_tensors", None)  # raises if it was released
+    raw = getattr(node, "_raw_saved_tensors", None)  # raises if they were released
     if not raw:
         fields = _RAW_FIELDS if field is None else (f"_raw_saved_{field}",)
         raw = [getattr(node, name) for name in fields if hasattr(node, name)]
         raw += getattr(node, "_raw_saved_indices", ())
-        # Released fields of operations do not raise; they have neither a hook nor data.
+        # Released fields of operations do not raise: they have neither a hook nor data.
         if any(getattr(tensor, "unpack_hook", None) is None and tensor.data is None for tensor in raw):
             raise RuntimeError("backward has been through the node")
     hooks = (getattr(tensor, "unpack_hook", None) for tensor in raw)
@@ -256,7 +255,7 @@ tensor_hooks: Callable[[Tensor], object] = (
 """The hooks of ``Tensor.register_hook``, None or empty if there are none. A hooked tensor is not recomputed inside
 a linear, where the hook would not run; without this name every tensor counts as hooked."""
 tensor_hooks_slot: object = getattr(Tensor, "_backward_hooks", None)
-"""The descriptor of these hooks, as a subclass's ``__torch_function__`` sees it; None without this name."""
+"""The descriptor of these hooks, as a subclass's ``__torch_function__`` gets it; None without this name."""
 
 _ADDRESS = "torch.UntypedStorage._cdata"
 _COUNT = "torch._C._storage_Use_Count"
@@ -264,23 +263,23 @@ _STORAGES = "views are not copied out of larger storages, and nothing is sampled
 
 find(_ADDRESS, None, _STORAGES)
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata") if is_found(_ADDRESS) else id
-"""The identity of a storage, meta tensors' included, for as long as something refers to it: its address in C++.
+"""The identity of a storage (also of a meta tensor), valid while anything refers to it: its address in C++.
 
-Without this name, that of its Python object, which lives as long.
+Without this name, the id of its Python object, which lives as long.
 """
 
 storage_use_count: Callable[[int], float] = find(_COUNT, lambda identity: math.inf, _STORAGES)
 """How many tensors and other owners refer to the storage with this :func:`storage_id`.
 
-A storage that autograd alone refers to may be replaced by something smaller. Without this name none is.
+A storage that only autograd refers to may be replaced by something smaller. Without this name no storage is.
 """
 if not is_found(_ADDRESS):
     storage_use_count = lambda identity: math.inf  # noqa: E731 - the number would be read as an address
 
 _USES = "activations in place behind batch norms save no more than stock ones"
 tensor_uses: Callable[[Tensor], float] = find("torch.Tensor._use_count", lambda tensor: math.inf, _USES)
-"""How many owners a tensor has in C++: its Python object, the engine that passes a gradient on. Without this name too
-many to change or free what it holds."""
+"""How many owners a tensor has in C++ (its Python object, the engine that passes a gradient on). Without this name
+infinite, so that no tensor's memory is overwritten or freed."""
 
 _WEAK, _REVIVE = "torch.multiprocessing.reductions.StorageWeakRef", "torch.UntypedStorage._new_with_weak_ptr"
 _AT_ADDRESS = "a report may miss storages that were allocated where a freed one had been"
@@ -289,15 +288,15 @@ _revive: Any = find(_REVIVE, None, _AT_ADDRESS)
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Any:
-    """A weak reference to a storage, for :func:`living_storage`; while it exists no other gets its :func:`storage_id`.
+    """A weak reference to a storage, for :func:`living_storage`; it reserves the :func:`storage_id` of the storage.
 
-    Without PyTorch's own (``StorageWeakRef``), Python's, which does not reserve the address.
+    Without PyTorch's ``StorageWeakRef``, a weak reference of Python, which does not reserve the address.
     """
     return weakref.ref(storage) if _weak is None or _revive is None else _weak(storage)
 
 
 def living_storage(reference: Any) -> torch.UntypedStorage | None:
-    """The storage of a :func:`weak_storage`; None once nothing refers to it."""
+    """The storage of a :func:`weak_storage`; None after the storage was freed."""
     storage: torch.UntypedStorage | None = (
         reference() if isinstance(reference, weakref.ref) else _revive(reference.cdata)
     )

@@ -16,7 +16,7 @@ _LOST = (
     "a compiled model saves what its stock model saves "
     f"(a {_CONFIG}.activation_memory_budget just below 1 recomputes elementwise results)"
 )
-#: Rules by which the partitioner saves what it could compute from other saved tensors by elementwise operations.
+#: Rules that make the partitioner save results which elementwise operations could recompute from other saved tensors.
 _RULES = (
     "ban_recompute_materialized_backward",
     "ban_recompute_used_far_apart",
@@ -33,15 +33,15 @@ find(_PASS, None, "a compiled model saves casts of its activations (fp32 adapter
 def partition_traced_graph(mark: Callable[[Graph], None]) -> bool:
     """Let the partitioner recompute every elementwise result in backward, in the graph that is being traced right now.
 
-    The backend is called inside changed settings, thread-local ones, so other graphs and the settings of the user stay
-    as they are. Where the user has chosen an ``activation_memory_budget``, that decides alone.
+    The backend runs with changed, thread-local settings, so other graphs and the user's settings do not change. If the
+    user has chosen an ``activation_memory_budget``, these settings do not apply.
 
     Args:
-        mark: called for the joint graph of forward and backward ahead of the partitioner. Results of which it says
+        mark: called with the joint graph of forward and backward before the partitioner runs. Results that it passes to
             :func:`keep_result` are not recomputed.
 
     Returns:
-        Whether a graph is being traced, and this PyTorch has what it takes.
+        Whether a graph is being traced and this PyTorch has the names that this function needs.
     """
     if _current_translator is None or not all(is_found(f"{_CONFIG}.{name}") for name in _SETTINGS):
         return False
@@ -56,9 +56,9 @@ def partition_traced_graph(mark: Callable[[Graph], None]) -> bool:
 
 
 def keep_result(node: Node) -> None:
-    """Forbid the partitioner to recompute the result of a node: it is saved where backward needs it.
+    """Forbid the partitioner to recompute the result of a node: it is saved if backward needs it.
 
-    What activation checkpointing has decided stays.
+    A decision of activation checkpointing about this node takes precedence.
     """
     node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
@@ -75,7 +75,7 @@ def _wrapped(backend: Any, mark: Callable[[Graph], None]) -> Any:
         if is_found(_PASS):
             changes["joint_custom_pass"] = functools.partial(_run_passes, config.joint_custom_pass, mark)
         else:
-            rules = _RULES[:1]  # without marks, the others keep the residual stream from being recomputed
+            rules = _RULES[:1]  # without marks, the other two must stay on: they keep the residual stream saved
         with config.patch(dict.fromkeys(rules, False) | changes):
             return backend(*args, **kwargs)
 

@@ -93,28 +93,28 @@ else:
     tree_map = find("torch.utils._pytree.tree_map", _own_tree_map, _TREES)
     tree_leaves = find("torch.utils._pytree.tree_leaves", _own_tree_leaves, _TREES)
 
-#: What each of these is, beside PyTorch's own name for it:
-#: TorchDispatchMode               context manager; its ``__torch_dispatch__`` sees every operator called inside
+#: The meaning of each name:
+#: TorchDispatchMode               context manager; its ``__torch_dispatch__`` gets every operator called inside
 #: is_traceable_wrapper_subclass   whether a tensor is made of inner tensors (``__tensor_flatten__``)
 #: FakeTensor, FakeTensorMode      tensors with a shape and device but no memory, and the mode that makes them
-#: unset_fake_temporarily          inside it that mode is off
-#: no_dispatch                     inside it no mode sees what is called
-#: no_modes                        the same, and modes that are entered inside of it see it
-#: no_torch_function               inside it no function mode sees what is called
-#: device_read                     the operator that modes see where the device of a fake tensor is read
-#: tree_map, tree_leaves           every tensor in nested containers
+#: unset_fake_temporarily          inside it FakeTensorMode is off
+#: no_dispatch                     inside it no dispatch mode gets the operators
+#: no_modes                        inside it only dispatch modes that are entered inside it get the operators
+#: no_torch_function               inside it no function mode gets the functions
+#: device_read                     the operator that modes get when the device of a fake tensor is read
+#: tree_map, tree_leaves           map a function over the leaves of nested containers, and list the leaves
 
 grouped_mm: Any = find("torch._grouped_mm", None, "outputs of experts in grouped products are saved for the router")
-"""What ``torch.nn.functional.grouped_mm`` calls, and function modes see; None where PyTorch lacks it."""
+"""The function that ``torch.nn.functional.grouped_mm`` calls and function modes get; None if PyTorch lacks it."""
 
 _EXCLUDED = "torch._C._SetExcludeDispatchKeyGuard"
 _exclude: Any = find(_EXCLUDED, None, "what a block keeps of its first run is not seen to be changed in place")
 
 
 def view_below_autograd(tensor: Tensor) -> Tensor:
-    """A new tensor without a graph on the memory of `tensor`, made below autograd (in a mode that sees every operator).
+    """A new tensor without a graph on the memory of `tensor`, made below autograd (inside a TorchDispatchMode).
 
-    It has the version of `tensor`: a change in place shows in both.
+    It shares the version counter of `tensor`: a change in place of either counts for both.
     """
     with contextlib.nullcontext() if _exclude is None else _exclude(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -129,7 +129,7 @@ def know_values(fake: Tensor, values: Tensor) -> None:
 
 
 def known_values(tensor: Tensor | None) -> Tensor | None:
-    """The values of a fake tensor where a trace knows them (labels); None elsewhere."""
+    """The values of a fake tensor that :func:`know_values` has set (labels in a trace); None for other tensors."""
     return getattr(tensor, _VALUES, None) if isinstance(tensor, FakeTensor) else None
 
 
@@ -143,7 +143,7 @@ if find("torch.ops.aten.mm.default._schema", None, _NO_WALK) is None:
     operator_schema = _refuse
 """The schema of an operator (``OpOverload``): ``name`` with its namespace, ``arguments``, ``returns``, ``is_mutable``.
 
-How the walk tells what an operator does. Without it nothing can be observed.
+The walk reads from it what an operator does. Without it nothing can be observed.
 """
 
 
@@ -175,7 +175,7 @@ def _is_always(tensor: Tensor) -> bool:
 interpreter_stack: Callable[[], object] = find("torch._C._functorch.peek_interpreter_stack", _unknown, _STEPS_ASIDE)
 """The innermost function transform (`torch.func`) that is running; None if none is.
 
-Transforms need operations that they know. Without this name one counts as running.
+Transforms need stock operations. Without this name, a transform counts as running.
 """
 
 _LEVEL = "torch.autograd.forward_ad._current_level"
@@ -185,44 +185,44 @@ forward_mode_level: Callable[[], int] = functools.partial(
 )
 """The level of forward-mode derivatives (`torch.autograd.forward_ad.dual_level`); -1 outside of them.
 
-memopt's operators have no forward-mode derivative. Without this name a level counts as active.
+memopt's operators have no forward-mode derivative. Without this name, a level counts as active.
 """
 
 tracing_state: Callable[[], object] = find("torch._C._get_tracing_state", _unknown, _STEPS_ASIDE)
 """The state of the `torch.jit.trace` that is running; None if none is. Traces need stock operations.
 
-Without this name one counts as running.
+Without this name, a trace counts as running.
 """
 
 any_autocast_enabled: Callable[[], bool] = find(
     "torch._C._is_any_autocast_enabled", lambda: True, "memopt's operators look for autocast device by device, slowly"
 )
-"""Whether autocast is on for any device, MPS left out. Without this name it counts as on, and tensors are asked."""
+"""Whether autocast is on for any device except MPS. Without this name, true: callers then test each device."""
 if torch.backends.mps.is_built():
     any_autocast_enabled = lambda: True  # noqa: E731
 
 is_transformed: Callable[[Tensor], bool] = find(
     "torch._C._functorch.is_functorch_wrapped_tensor", _is_always, _NO_KERNELS
 )
-"""Whether a tensor belongs to a function transform, though its type is plain: no kernel can read its memory.
+"""Whether a tensor of plain type belongs to a function transform, so that no kernel can read its memory.
 
-Without this name any does.
+Without this name, true for every tensor.
 """
 
 is_legacy_batched: Callable[[Tensor], bool] = find(
     "torch._C._functorch.is_legacy_batchedtensor", _is_always, _NO_KERNELS
 )
-"""The same for gradients of ``torch.autograd.grad(..., is_grads_batched=True)``."""
+"""Whether a tensor is a gradient of ``torch.autograd.grad(..., is_grads_batched=True)``; otherwise as above."""
 
 # -- tensors without memory -----------------------------------------------------------------------------------------
 
 _WRAPPER = "torch.Tensor._make_wrapper_subclass"
 _make_wrapper: Any = find(_WRAPPER, None, "logits are computed whole, as the stock model does")
 makes_wrappers = is_found(_WRAPPER)
-"""Whether :func:`wrapper` works; without it no tensor can stand for another one."""
+"""Whether :func:`wrapper` works; otherwise no tensor can stand for uncomputed logits."""
 
 
 def wrapper(cls: type[Tensor], form: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of the subclass `cls` that is laid out as `form`, has a dtype and a device, and no memory."""
+    """A tensor of the subclass `cls` with the layout of `form`, this dtype and device, and no memory."""
     layout = (form.shape, form.stride(), form.storage_offset())
     return _make_wrapper(cls, *layout, dtype=dtype, device=device, storage_size=0)

@@ -1,4 +1,4 @@
-"""Looks a private name up, and remembers those that this PyTorch lacks."""
+"""Looks up private names of PyTorch, and records the names that this PyTorch lacks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Missing:
     """A name that this PyTorch lacks."""
 
     name: str
-    """Where it is looked for: ``torch._C._storage_Use_Count``."""
+    """Its full path, e.g. ``torch._C._storage_Use_Count``."""
     lost: str
-    """What is off without it, as a clause: "views are not copied out of larger storages"."""
+    """The loss without it, as a clause: "views are not copied out of larger storages"."""
 
 
-#: Names that a warning lists for one loss.
+#: Most names that a warning lists for one loss.
 _SHOWN = 4
 
 _missing: dict[str, Missing] = {}
@@ -31,7 +31,7 @@ _names: dict[str, None] = {}
 
 
 def find(name: str, otherwise: Any, lost: str) -> Any:
-    """The object of the dotted `name`. Where there is none, `otherwise`, and :func:`missing` lists what is `lost`."""
+    """The object of the dotted `name`. If it does not exist: `otherwise`, and :func:`missing` lists the loss `lost`."""
     _names[name] = None
     try:
         return resolve(name)
@@ -46,7 +46,7 @@ def is_found(name: str) -> bool:
 
 
 def resolve(name: str) -> Any:
-    """The object of the dotted `name`; attributes of ``torch.nn.Module`` are those of an instance.
+    """The object of the dotted `name`; attributes of ``torch.nn.Module`` are read from an instance.
 
     Raises:
         ImportError: a module on the path does not exist.
@@ -64,13 +64,13 @@ def names() -> tuple[str, ...]:
 
 
 def missing() -> tuple[Missing, ...]:
-    """The private names that this PyTorch lacks; empty where every saving is available."""
+    """The private names that this PyTorch lacks; empty if no mechanism is off."""
     return tuple(_missing.values())
 
 
 @functools.cache
 def warn_once_of_missing() -> None:
-    """Warn, once a process, of what is off because this PyTorch lacks names."""
+    """Warn, once a process, of mechanisms that are off because this PyTorch lacks names."""
     if not _missing:
         return
     by_loss: dict[str, list[str]] = {}

@@ -21,12 +21,12 @@ _CALL = nn.Module.__call__.__code__
 
 
 def is_module_call(frame: FrameType) -> bool:
-    """Whether `frame` is a call of a module, which is its local variable ``self``."""
+    """Whether `frame` runs a call of a module; the module is the frame's local variable ``self``."""
     return frame.f_code is _CALL
 
 
 def modules_that_run() -> Iterator[nn.Module]:
-    """The modules that are being called, the innermost first."""
+    """The modules whose calls are running, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_module_call(frame):
@@ -56,24 +56,24 @@ module_hooks: Callable[[nn.Module], Tables] = (
 )
 """The hooks of one module: forward, forward-pre, backward, backward-pre; changing a table changes the module's.
 
-A hooked module has to be called, so its parent does not skip it. Without these names every module counts as hooked.
+The parent of a hooked module must call it, not bypass it. Without these names every module counts as hooked.
 """
 
 
 def module_forward_hooks(module: nn.Module) -> MutableMapping[int, Any]:
-    """The forward hooks of one module, which see its output."""
+    """The forward hooks of one module, which get its output."""
     return module_hooks(module)[0]
 
 
 def no_forward_hooks() -> dict[str, OrderedDict[int, Any]]:
-    """The attributes of a module without forward hooks, for a copy that is to run none of the original's."""
+    """Attributes for a copy of a module, so that it runs none of the original's forward hooks."""
     return {"_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
 
 
 has_any_global_hook: Callable[[], Any] = find("torch.nn.modules.module._has_any_global_hook", lambda: True, _WATCHED)
 """Whether a hook is registered for all modules (``register_module_forward_hook`` and the like).
 
-Without this name one counts as registered.
+Without this name a global hook counts as registered.
 """
 
 
@@ -90,14 +90,14 @@ find("torch.nn.utils.parametrize._cache_enabled", 0, "adapters of stacked expert
 
 
 def parametrizations_are_cached() -> bool:
-    """Whether every read of a parametrised weight gives one tensor (``parametrize.cached()`` is active)."""
+    """Whether all reads of a parametrised weight return the same tensor (``parametrize.cached()`` is active)."""
     return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
 def fsdp_leaves_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
     """Whether `hooks` are FSDP2's, and leave the parameters of `module` whole from its forward until its backward.
 
-    That is ``reshard_after_forward=False``. Without the private names that say so, none counts as left whole.
+    That is ``reshard_after_forward=False``. False if PyTorch lacks the private names that show this.
     """
     state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -107,7 +107,7 @@ def fsdp_leaves_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
 
 
 def fsdp_takes_back(module: nn.Module) -> bool:
-    """Whether hooks of `module` are FSDP2's and shard its parameters again at the end of its forward."""
+    """Whether `module` has hooks of FSDP2 that reshard its parameters at the end of its forward."""
     forward, forward_pre, *_ = module_hooks(module)
     found = [each for each in (*forward.values(), *forward_pre.values()) if _is_of_fsdp(each)]
     return bool(found) and not fsdp_leaves_gathered(module, found)
@@ -123,14 +123,14 @@ def compiled_module(module: object) -> object | None:
 
 
 def is_checkpointed_region() -> bool:
-    """Whether what runs now will run again in backward, or does so: the innermost saved-tensor hook is one of
+    """Whether the running code will run again in backward, or is this second run: the innermost saved-tensor hook is
     checkpointing's, or this thread runs backward (reentrant checkpointing)."""
     return checkpointing_hook() is not None or current_graph_task_id() != -1
 
 
 def checkpointing_hook() -> object | None:
-    """The innermost saved-tensor hook outside of memopt's scopes, where it is one of checkpointing's: each region has
-    its own."""
+    """The innermost saved-tensor hook outside of memopt's scopes if it is checkpointing's, else None. Each checkpointed
+    region has its own hook."""
     top = top_saved_tensors_hooks(False)
     pack = None if top is None else getattr(top[0], "memopt_outer_pack", None) or top[0]
     return pack if getattr(pack, "__module__", None) == checkpoint.__name__ else None
@@ -162,11 +162,11 @@ _RESPECT = "respect_saved_tensors_hooks"
 
 
 def selective_checkpoint_arguments(policy: Any, *, respect_hooks: bool = False) -> dict[str, Any]:
-    """Keyword arguments that make `torch.utils.checkpoint.checkpoint` save what `policy` selects.
+    """Keyword arguments that make `torch.utils.checkpoint.checkpoint` save the results that `policy` selects.
 
-    The same dictionary serves as transformers' ``gradient_checkpointing_kwargs``. PyTorch stages a change here
+    This dictionary also serves as transformers' ``gradient_checkpointing_kwargs``. PyTorch stages a change here
     (pytorch#191236): where saved-tensor hooks are active around a selectively checkpointed region, leaving
-    ``respect_saved_tensors_hooks`` out warns first, is an error in the release after, and then changes its meaning.
+    ``respect_saved_tensors_hooks`` out first warns, is an error in the next release, and later changes its meaning.
     memopt's scopes and observers are such hooks. So the argument is passed wherever PyTorch takes it.
 
     For code that checkpoints a part of a patched block, or a whole model under `memopt.reporting`'s observer.
@@ -174,8 +174,8 @@ def selective_checkpoint_arguments(policy: Any, *, respect_hooks: bool = False) 
     Args:
         policy: as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it: a list of operators whose
             results to save, or a function that decides for each.
-        respect_hooks: pass what `policy` saves to the saved-tensor hooks around the region. False is what PyTorch
-            always did; True has no effect where it has no such argument.
+        respect_hooks: pass the results that `policy` saves to the saved-tensor hooks around the region. False is
+            PyTorch's old behaviour; True has no effect if PyTorch lacks the argument.
     """
     create: Any = checkpoint.create_selective_checkpoint_contexts
     own = {_RESPECT: respect_hooks} if _takes(create, _RESPECT) else {}

@@ -1,8 +1,8 @@
 """Level "gradient" of approximate recipes: the error of the gradient against its declared and predicted limits.
 
-The forward is exact, so the loss must be. Every approximation is switched on (`Checks.farthest`), whatever is trained.
-There are two limits: the error that the recipe declares, and the error that the errors of single derivatives on this
-model's inputs predict (`Checks.derivative_errors`).
+The forward is exact, so the loss must be exact too. Every approximation is switched on (`Checks.farthest`),
+regardless of which parameters are trained. There are two limits: the error that the recipe declares, and an error
+predicted from the errors of single derivatives on this model's inputs (`Checks.derivative_errors`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from memopt.verification.trial import DTYPE, CheckpointTrial
 
 #: Limit for the relative difference of two losses that are the same sum in another order.
 _LOSS_ROUNDING = 1e-5
-#: Parameters with fewer elements, or with gradients so much smaller than the largest, have no limit of their own.
+#: Parameters with fewer elements, or with gradients below this share of the largest, have no limit of their own.
 _FEWEST, _ZERO = 500, 1e-5
-#: Limit for one parameter's gradient, as a multiple of the predicted error of all.
+#: Limit for one parameter's gradient, as a multiple of the predicted error of the whole gradient.
 _WEIGHED = 2
 
 

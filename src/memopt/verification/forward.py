@@ -47,10 +47,10 @@ PASS_DIVERGENCE = PASS_RATIO**2
 WARN_DIVERGENCE = WARN_RATIO**2
 #: Errors below this many unit roundoffs of the truth count as this many: rounding the result alone costs that.
 FLOOR_ROUNDOFFS = 1
-#: Runs of the original with random rounding, where a check does not pass, at least and at most; and of as many more, by
-#: which rows are found that jump.
+#: Least and most runs of the original with random rounding, if a check does not pass. Each comes with a second run,
+#: which finds the rows that jump.
 _ROUNDED, _MOST = 4, 16
-#: Elements of an output below which the limits are widened by what chance does to the ratio of so few errors.
+#: If an output has fewer elements, its limits are widened by the effect of chance on the ratio of so few errors.
 _FEW = 512
 
 
@@ -151,8 +151,8 @@ def verify_forward(pair: Pair) -> list[Check]:
 def _rounded_at_random(
     original: _Original, folded: Collection[str], jumps: JumpingRows, model: nn.Module
 ) -> list[list[dict[str, Tensor]]]:
-    """Runs of the original with the weights that folds change rounded at random, as a fold rounds them once more.
-    Further runs also round every result, and by more: rows that jump there depend on one rounding, and go to `jumps`.
+    """Runs of the original in which the weights that folds change are rounded at random, as a fold rounds them again.
+    Further runs round every result too, more coarsely; rows that jump in these depend on one rounding (`jumps`).
     """
     weights = {name: parameter for name, parameter in model.named_parameters() if name in folded}
     stored = {name: parameter.clone() for name, parameter in weights.items()}
@@ -166,7 +166,7 @@ def _rounded_at_random(
     with torch.random.fork_rng(devices=[]):
         seed_cpu(0)
         runs: list[list[dict[str, Tensor]]] = []
-        # A choice may go the other way in only one run of ten.
+        # A choice may differ in only one run of ten.
         while len(runs) < _ROUNDED or (len(runs) < _MOST and jumps.may_jump_in_more(runs)):
             runs.append(run(1.0))
             jumps.add(run(JUMP_SCALE))
@@ -331,7 +331,7 @@ def _divergence(
     (divergence, agreement), (own, own_agreement) = mean(patched), max(map(mean, originals))
     # The divergence of logits that are off by e is about half the mean of e squared; e is one rounding of the logits.
     floor = (FLOOR_ROUNDOFFS * torch.finfo(dtype).eps / 2) ** 2 * scale / count / 2
-    # Its terms are of size one and summed in fp64, so it is known to the epsilon of that.
+    # Its terms are of size one and summed in fp64, so its own error is the epsilon of fp64.
     floor = max(floor, torch.finfo(torch.float64).eps)
     ratio = divergence / max(own, floor / PASS_DIVERGENCE)
     return Check(

@@ -1,4 +1,4 @@
-"""Level "gradient": every parameter's gradient is as close to the truth as that of stock modules.
+"""Level "gradient": every parameter's gradient is as close to the truth as the gradient from stock modules.
 
 Both models have the same (patched) weights, so only the modules differ. The truth is the stock model in fp64. In the
 stored dtype only errors larger than rounding show; in fp64 (`memopt.verification.modules`) all do.
@@ -101,12 +101,12 @@ def ratios(
     rounded: Callable[[], tuple[list[Step], list[Step]]],
     bottleneck: int = 2**63,
 ) -> list[Check]:
-    """The checks on the ratio of errors of one run of each model; if one does not pass, those of several runs.
+    """The checks on the ratio of errors in one run of each model; if a check does not pass, in several runs of each.
 
     Args:
         compared: :func:`compare_gradients`, but for the runs.
-        rounded: makes the others, whose results are rounded at random: of the patched model and of stock modules.
-        bottleneck: see :func:`compare_gradients`; of several runs.
+        rounded: returns the further runs, rounded at random, of the patched model and of stock modules.
+        bottleneck: see :func:`compare_gradients`; it is used for several runs only.
     """
     checks = list(compared([patched.gradients], [stock.gradients]))
     if any(check.status in ("warn", "fail") for check in checks):
@@ -185,7 +185,7 @@ def compare_gradients(
 
     Args:
         patched: gradients of runs of the patched model; the median of their errors counts.
-        stock: those of one run of the stock model, or of `memopt.verification.ratios.STOCK_RUNS`.
+        stock: gradients of one run of the stock model, or of `memopt.verification.ratios.STOCK_RUNS` runs.
         bottleneck: elements of the smallest tensor through which all gradients pass: its roundings are in all of them.
     """
     names = sorted(patched[0].keys() & stock[0].keys() & truth.keys())
@@ -200,7 +200,7 @@ def compare_gradients(
     unit = torch.finfo(dtype).eps / 2
     found, limits = {}, {}
     for name in names:
-        # Zero in theory (a key bias): both models only have the rounding of terms that cancel.
+        # A gradient that is zero in theory (a key bias) is only the rounding of terms that cancel.
         rounding = FLOOR_ROUNDOFFS * unit * (sizes[name] if name in own else largest)
         bound = max(rms(errors[name]), typical.get(name, 0.0) * sizes[name], rounding / PASS_RATIO)
         error = statistics.median(rms(run[name].double() - truth[name].double()) for run in patched)

@@ -1,4 +1,4 @@
-"""Inputs for a verification: the user's batch, else text if the checkpoint has a tokenizer, else synthetic ones.
+"""Inputs for a verification: the user's batch, else text if the checkpoint has a tokenizer, else synthetic inputs.
 
 Outlier channels and trained norms show on text of the kind that the model was trained on.
 """
@@ -70,7 +70,7 @@ class Probes:
     source: str
     """A description in words."""
     guessed: bool = True
-    """Whether they were made from the config and the forward's signature, without a user's or a processor's batch."""
+    """Whether the inputs come from the config and the forward's signature, not from a user's or a processor's batch."""
 
     @property
     def rows(self) -> int:
@@ -86,7 +86,7 @@ class Probes:
 def probe_inputs(
     model: nn.Module, folder: Path, inputs: Batch | None = None, *, trust_remote_code: bool = False
 ) -> Probes:
-    """Two batches for `model`, or `inputs` alone; the same for models of one config.
+    """Two batches for `model`, or `inputs` alone; models of one config get the same batches.
 
     Raises:
         InputsError: the model does not run with `inputs`.
@@ -103,10 +103,10 @@ def probe_inputs(
         errors = [error for calls in found for _, error in calls.errors]
         return _processed(model, folder, errors, trust_remote_code)
     batches = [calls[0].kwargs for calls in found]
-    # With the small inputs: finding labels that fit takes forwards.
+    # Labels are found with the small inputs, because the search runs several forwards.
     targets = [training_targets(model, batch) for batch in batches]
     source = "synthetic"
-    # Another call than the main one has placeholders among its ids.
+    # Only the main call: the ids of other calls contain placeholders.
     if "input_ids" in batches[0] and found[0][0].label == "plain":
         rows = _token_rows(folder, _limit(model), _vocabulary(model))
         if rows is not None:
@@ -148,7 +148,7 @@ def _driven(model: nn.Module, batch: Batch, source: str) -> Probes | str:
 
 
 def _text_labels(batch: dict[str, Any], targets: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-    """The text itself if every token has a label, else the unchanged labels."""
+    """`targets` with the text as labels if every token has a label, else unchanged."""
     labels = targets.get("labels")
     if isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape:
         return {**targets, "labels": rows}
@@ -166,7 +166,7 @@ def _limit(model: nn.Module) -> int:
 
 
 def _token_rows(folder: Path, length: int, vocabulary: int) -> torch.Tensor | None:
-    """(len(_TEXTS), length) token ids, all of one length because no padding is wanted; None without a tokenizer."""
+    """(len(_TEXTS), length) token ids, cut to one length to avoid padding; None without a tokenizer that fits."""
     from transformers import AutoTokenizer
 
     # Without its files some tokenizer classes load with an empty vocabulary.

@@ -1,4 +1,4 @@
-"""Rows of an output that jump if results are rounded at random: a choice (a router's) depends on one rounding there."""
+"""Finds rows of an output that jump under random rounding: a choice in them (a router's) depends on one rounding."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-#: How much more than a fold the runs that find rows round results, and the share of the rows that may jump.
+#: Scale of the rounding in runs that find jumping rows, as a multiple of a fold's; most rows that may jump, as a share.
 JUMP_SCALE, _MOST = 4.0, 0.1
 _Run = list[dict[str, Tensor]]
 _Rows = list[Tensor]
 
 
 class JumpingRows:
-    """Collects them over runs with random rounding.
+    """Collects jumping rows over runs of the original with random rounding.
 
     Args:
         truth: outputs of a more precise run, batch by batch.
-        usual: field -> RMS error of the original; these fields have rows.
-        judged: runs that are compared with the original's error. They alone do not make a row count as jumping.
+        usual: field -> RMS error of the original, for the fields that have rows.
+        judged: runs that are compared with the original's error; a jump in these alone does not make a row count.
     """
 
     def __init__(self, truth: _Run, usual: Mapping[str, float], judged: Iterable[_Run]) -> None:
@@ -53,9 +53,9 @@ class JumpingRows:
                 del self._found[field]
 
     def may_jump_in_more(self, runs: Sequence[_Run]) -> bool:
-        """Whether rows jump in a judged run, few enough of them, and in none of these runs of the original.
+        """Whether few rows jump in a judged run, and some of them in none of `runs`, which are of the original.
 
-        Results that read such a row are off too, by less: a run of the original with the same jump shows how much.
+        Results that read such a row have a smaller error too; a run of the original with the same jump shows its size.
         """
         for field, judged in self._judged.items():
             if field in self._found and _are_few(judged):

@@ -1,9 +1,9 @@
-"""Level "memory": the patched model saves for backward what the plan says, block by block and module by module.
+"""Level "memory": the bytes that the patched model saves for backward agree with the plan, by block and by module.
 
-The stock model runs stock code alone. What each patched module may save follows from the sizes of the stock modules'
-outputs and the plan's arithmetic (`memopt.patches.capabilities.Saves`), not from patched code; the trace of the plan
-on the config, which `memopt report` prints, is held to the measurement as well. The patched model's live storages are
-counted too, so that a tensor hidden in an attribute shows.
+The stock model runs stock code only. The limit of bytes for each patched module follows from the sizes of the stock
+modules' outputs and the plan's arithmetic (`memopt.patches.capabilities.Saves`), not from patched code. The trace of
+the plan on the config, which `memopt report` prints, is compared with the measurement as well. The patched model's live
+storages are counted too, so that a tensor hidden in an attribute is found.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
 
-#: Share by which prediction and measurement may differ; 10 % is the tolerance in the tests of PyTorch's own memory
-#: tracker.
+#: Share by which prediction and measurement may differ, to pass and to fail; PyTorch's tests of its own memory tracker
+#: tolerate 10 %.
 PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
 
 
@@ -101,7 +101,7 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
         return [*checks, _skipped("no trace is made for checkpoints in this dtype")]
     recipe = trial.recipe.unfolded()
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
-    # Rows and tokens say all about a batch of tokens; sounds and images are as large as they were measured.
+    # Rows and tokens determine a batch of tokens; with sounds and images, the trace needs the measured batch.
     batch = driven if probes.tokens_per_row is not None else probes.batches[0]
     try:
         predicted = trace_account(Step(stock.config, training, sites, recipe, trial.folded, batch))
@@ -113,8 +113,8 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
 def _hidden_in(model: nn.Module, run: Callable[[], Tensor], measured: Account) -> str:
     """The module that allocated most of the live bytes that `measured` does not have.
 
-    Modules may take another path under hooks, which an account registers. So the allocating module is read from the
-    stack.
+    An account registers hooks, and modules may take another path under hooks. So this reads the allocating module from
+    the stack.
     """
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -187,7 +187,7 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
 
 @contextlib.contextmanager
 def _outputs(model: nn.Module) -> Iterator[dict[str, list[Output]]]:
-    """Inside, what the modules of `model` return that give one tensor."""
+    """Inside, collect the outputs of the modules of `model` that return one tensor, by module."""
     found: dict[str, list[Output]] = {}
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -214,7 +214,7 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     producers = {name for each in planned for name in each.recomputed}
     for saves_at_most in (each.own for each in planned):
         for name, nbytes in saves_at_most.items():
-            # One whose parameters have another dtype than its input runs stock code.
+            # A module whose parameters have another dtype than its input runs stock code.
             if saves[name].keys() <= stock_saves[name].keys():
                 producers.discard(name)
             else:
@@ -245,7 +245,7 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
 
 
 def _own(measured: Account) -> Counter[str]:
-    """Module -> bytes that it computed and saves itself."""
+    """Module -> bytes of the tensors that it both computed and saves."""
     own = Counter[str]()
     for each in measured.storages:
         if each.module in each.savers_modules:
@@ -254,7 +254,7 @@ def _own(measured: Account) -> Counter[str]:
 
 
 def _all_saves(measured: Account) -> defaultdict[str, Counter[str]]:
-    """Module -> operation -> bytes that it saves, whoever computed them."""
+    """Module -> operation -> bytes that it saves, whichever module computed them."""
     saves: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for each in measured.storages:
         for module in each.savers_modules:

@@ -34,7 +34,7 @@ class Pair:
     patched: Path
     """Folder that `memopt patch` wrote."""
     original: str
-    """The model it was made from: local folder or hub id."""
+    """The model that was patched: local folder or hub id."""
     revision: str | None = None
     trust_remote_code: bool = False
     inputs: Batch | None = None
@@ -44,7 +44,7 @@ class Pair:
 def find_pair(
     folder: Path, against: str | None, *, trust_remote_code: bool = False, inputs: Batch | None = None
 ) -> Pair | None:
-    """The patched folder and its original: `against`, or the manifest's; None if that does not exist any more."""
+    """The patched folder and its original: `against`, or the manifest's source; None if the source no longer exists."""
     if against is not None:
         return Pair(folder, against, None, trust_remote_code, inputs)
     source = read_manifest(folder).source
@@ -95,7 +95,7 @@ def load_patched(
 ) -> nn.Module:
     """Patched model in its stored dtype (or `dtype`), eval mode, on the CPU; the walk runs with `inputs`.
 
-    For fp64 it is patched in the stored dtype and then widened, because those modules are to be compared.
+    For fp64 the model is patched in the stored dtype and then widened, so that the comparison is of those modules.
     """
     keywords: dict[str, Any] = {"dtype": _loaded_as(dtype), "trust_remote_code": trust_remote_code}
     with quiet():
@@ -176,7 +176,7 @@ def floating_outputs(output: Any) -> dict[str, Tensor]:
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         for position, leaf in enumerate(leaves):
             if field != "loss":
-                # A tensor that stands for values gives them.
+                # A tensor subclass that computes its values on demand computes them here.
                 plain = leaf if type(leaf) is Tensor else leaf.as_subclass(Tensor)
                 tensors[field if len(leaves) == 1 else f"{field}[{position}]"] = plain
     return tensors

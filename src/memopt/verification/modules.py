@@ -1,9 +1,9 @@
 """Patched modules against stock modules with the same weights, in fp64, where rounding hides no error.
 
 In 16 bits two correct models differ by percents, so an error of one percent in one module looks like rounding. In fp64
-they differ by 1e-13, and a wrong formula by its own error. The whole model runs, so that what one module saves
-and another one reads is compared too; then each norm and activation alone, on inputs of all sizes, where an epsilon
-shows. The module at fault is found by exchanging patched modules for stock ones.
+they differ by 1e-13, and a wrong formula by its own error. First the whole model runs, so that a tensor that one module
+saves and another reads is compared too. Then each norm and activation runs alone on inputs of several sizes: small
+inputs show a wrong epsilon. Exchanging patched modules for stock ones finds the module at fault.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from memopt.walk.aten.precision import precise
 
 #: Largest relative difference. Correct modules reach 1e-12 in fp64 if outliers amplify rounding, and 1e-4 in fp32.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
-#: A gradient is compared relative to its own size and to this share of the model's largest: the terms of one that is
-#: zero in theory cancel.
+#: A gradient is compared relative to its own size plus this share of the model's largest gradient: a gradient that is
+#: zero in theory consists of terms that cancel.
 _CANCELS = 1e-4
 #: Sizes of the inputs of a module alone: at 1e-6 the square of an input is as small as the smallest epsilon.
 _SIZES = (1e-6, 1e-3, 1.0, 30.0)
@@ -41,7 +41,7 @@ Traces = dict[str, float]
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest relative difference, and where it is."""
+    """The largest relative difference, and its place in words."""
 
     value: float
     where: str
@@ -59,16 +59,16 @@ def verify_modules(
     Args:
         model: patched, in `dtype`.
         truth: the step of stock modules in `dtype`.
-        traces: what :func:`traced` noted of them.
-        reference: `truth`, in words.
+        traces: the sizes that :func:`traced` recorded for stock modules.
+        reference: a description of `truth` in words.
     """
     with precise(dtype):
         worst = compare_steps(training_step(model, probes, dtype), truth)
-    # Blocks patch the linears inside when they run.
+    # Listed after a run, since blocks patch the linears inside when they run.
     swapped = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
 
     def run(patched: int) -> Worst:
-        """With stock forwards in all but the first so many patched modules."""
+        """The result with stock forwards in all patched modules but the first `patched`."""
         with precise(dtype), stock_forwards(module for _, module in swapped[patched:]):
             return compare_steps(training_step(model, probes, dtype), truth)
 
@@ -105,7 +105,7 @@ def check_modules(
     reference: str,
     otherwise: Callable[[], str],
 ) -> Check:
-    """The check of the modules `swapped` together, which names the one at fault.
+    """The check of the modules `swapped` together, which names the module at fault.
 
     Args:
         worst, run, otherwise: the result with all of them patched; see :func:`culprit`.
@@ -144,7 +144,7 @@ def check_alone(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Iterato
 
 
 def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:
-    """``run()``, and the size of what each module of `model` returns in its first call, in order of their ends."""
+    """``run()``, and the RMS of each module's output in its first call, in the order in which the calls end."""
     traces: Traces = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -165,8 +165,8 @@ def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:
 
 
 def compare_steps(step: Step, truth: Step) -> Worst:
-    """The difference of all outputs and of the gradients that both have; another check compares which gradients
-    exist."""
+    """The largest difference of the loss, an output, or a gradient that both steps have; another check compares which
+    gradients exist."""
     found = [Worst(_difference(torch.tensor(step.loss), torch.tensor(truth.loss)), "the loss")]
     for name in truth.outputs.keys() | step.outputs.keys():
         both = name in truth.outputs and name in step.outputs
@@ -180,7 +180,7 @@ def compare_steps(step: Step, truth: Step) -> Worst:
 
 
 def _difference(value: Tensor, truth: Tensor, least: float = 0.0) -> float:
-    """RMS of the difference, relative to that of `truth` plus `least`; infinite elements have to be the same."""
+    """RMS of the difference / (RMS of `truth` + `least`); elements that are not finite have to be equal."""
     if value.shape != truth.shape:
         return math.inf
     finite = truth.isfinite()
@@ -230,7 +230,7 @@ def _alone(module: nn.Module, dtype: torch.dtype) -> Worst | None:
         try:
             with stock_forwards(module.modules()):
                 expected = _results(module, x * size, dy)
-        except Exception:  # Any failure means that this is no input of it.
+        except Exception:  # Any failure means that the module takes no such input.
             return None
         try:
             results = _results(module, x * size, dy)
@@ -246,7 +246,7 @@ def _alone(module: nn.Module, dtype: torch.dtype) -> Worst | None:
 
 
 def _results(module: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """What the module returns for `x`, and the gradients that `dy` gives."""
+    """The output of the module for `x`, and the gradients for `dy`, the gradient of the output."""
     x = x.requires_grad_()
     parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
     y = module(x)

@@ -1,4 +1,4 @@
-"""Level "weights", names: the files have the model of their config, and no level uses tensors drawn at random."""
+"""Level "weights", names: the files hold the tensors of their config's model, so that no level runs random tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A patched model and a copy of it with stock modules, both small: few of its alike blocks, few of its words."""
+"""A patched model and a copy of it with stock modules, both small: few of the alike blocks, few rows of embeddings."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.alike import take_out
 
 T = TypeVar("T")
-#: Rows that remain of an embedding or a head, and those of its first that ids behind them are not mapped to.
+#: Rows that remain of an embedding or a head; ids beyond them are mapped to these rows, but not to the first few.
 WORDS, _SPECIAL = 4096, 8
 _PREFIX = "base_model.model."
-"""What PEFT puts before names."""
+"""Prefix that PEFT puts before the names of parameters."""
 
 
 @dataclass
@@ -38,20 +38,20 @@ class Pair:
     stock: nn.Module
     probes: Probes
     wide: torch.dtype
-    """That of the truth."""
+    """The dtype of the truth."""
     swapped: list[tuple[str, nn.Module]]
     """The patched modules."""
     dtypes: dict[str, torch.dtype | None]
-    """Parameter or buffer -> None if it has the model's dtype."""
+    """Parameter or buffer -> fp32 if the model keeps it in fp32, None if it has the model's dtype."""
     blocks: tuple[str, ...]
     left_out: str
-    """What was, in words."""
+    """The blocks and words that were left out, in words."""
     not_run: dict[str, str] = field(default_factory=dict)
     """Situation -> why stock modules did not run in it."""
 
     @contextlib.contextmanager
     def with_stock(self, patched: int | None) -> Iterator[None]:
-        """Inside, all modules or the first so many are patched."""
+        """Inside, only the first `patched` of the patched modules run patched code; with None, all of them do."""
         with stock_forwards(() if patched is None else (module for _, module in self.swapped[patched:])):
             yield
 
@@ -65,7 +65,7 @@ class Pair:
             adapted: list[Any] = []
             for each in (self.patched, self.stock):
                 adapted.append(get_peft_model(cast(Any, each), LoraConfig(r=4, target_modules="all-linear")))
-        except Exception:  # PEFT is not there, or knows no linear of this model
+        except Exception:  # PEFT is not installed, or supports no linear of this model
             return False
         for model in adapted:
             generator = torch.Generator().manual_seed(0)
@@ -77,20 +77,20 @@ class Pair:
         return True
 
     def convert(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Parameters and stored buffers in `dtype`, what the model keeps in fp32 in fp32 at least."""
+        """Convert `model` to `dtype`; tensors that the model keeps in fp32 get fp32 at least."""
         for name, each in (*model.named_parameters(), *model.named_buffers()):
             if each.is_floating_point():
                 own = self.dtypes.get(name.removeprefix(_PREFIX).replace(".base_layer.", "."))
                 each.data = each.data.to(torch.promote_types(dtype, own) if own else dtype)
 
     def let_go(self) -> None:
-        """Of all gradients."""
+        """Free the gradients of both models."""
         for model in (self.patched, self.stock):
             model.zero_grad(set_to_none=True)
 
 
 def with_pair(trial: CheckpointTrial, run: Callable[[Pair], T], *settings: str) -> T | None:
-    """`run` on both small models, patched with these settings; None if fp32 does not fit into memory."""
+    """The result of `run` on the small pair, patched with `settings`; None if fp32 does not fit into memory."""
 
     def on_model(model: nn.Module) -> T | None:
         pair = _pair_of(model, trial.probes(model))
@@ -113,17 +113,17 @@ def _pair_of(model: nn.Module, probes: Probes) -> Pair | None:
     own = _own_dtypes(model, stored)
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if own.get(name, stored) is None:
-            each.data = each.data.bfloat16().to(stored)  # the same values in every precision
+            each.data = each.data.bfloat16().to(stored)  # rounded, so that every precision has equal values
     stock = unpatch(copy.deepcopy(model))
     for ours, theirs in zip(model.modules(), stock.modules(), strict=True):
-        # Implementations of attention differ where a row of the mask is empty.
+        # Both use one attention implementation: implementations differ where a row of the mask is empty.
         if isinstance(ours, PreTrainedModel) and isinstance(theirs, PreTrainedModel):
             attention = ours.config._attn_implementation
             if attention is not None and attention != theirs.config._attn_implementation:
                 theirs.set_attn_implementation(attention)
     trained = {name for name, _ in model.named_parameters()}
     for name, each in stock.named_parameters():
-        each.requires_grad_(each.requires_grad and name in trained)  # what a fold made constant
+        each.requires_grad_(each.requires_grad and name in trained)  # not a weight that a fold made constant
     modules = dict(model.named_modules())
     swapped = [(name, module) for name, module in modules.items() if is_swapped(module)]
     here = tuple(name for name in blocks if name in modules)
@@ -138,13 +138,13 @@ def _own_dtypes(model: nn.Module, stored: torch.dtype) -> dict[str, torch.dtype 
 
 
 def _made_small(model: nn.Module, blocks: Sequence[str], probes: Probes) -> tuple[Probes, str]:
-    """Leave out alike blocks, and words, each where the model runs without them."""
+    """Leave out alike blocks if the model runs without them, then words if it runs without them."""
     lists = {name: dict(each._modules) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
     said = []
     left_out = sum(run.left_out for run in take_out(model, blocks, 2, several=True))
     if left_out and _runs(model, probes.batches[0]):
         said.append(f"{left_out} alike blocks left out")
-    elif left_out:  # a model may count its blocks
+    elif left_out:  # the model does not run with fewer blocks
         for name, modules in lists.items():
             children = model.get_submodule(name)._modules
             children.clear()
@@ -157,7 +157,7 @@ def _made_small(model: nn.Module, blocks: Sequence[str], probes: Probes) -> tupl
 
 
 def _fewer_words(model: nn.Module, probes: Probes) -> Probes | None:
-    """Keep the first rows of embeddings and heads; None if the model does not run so, and is as it was."""
+    """Keep the first rows of embeddings and heads; None, with the model unchanged, if it does not run with these."""
     configs = {id(each): each for m in model.modules() if (each := getattr(m, "config", None)) is not None}.values()
     words = {size for each in configs if isinstance(size := getattr(each, "vocab_size", None), int) and size > WORDS}
     if len(words) != 1:
@@ -202,6 +202,6 @@ def _runs(model: nn.Module, batch: Batch) -> bool:
     try:
         with preserved(model), torch.no_grad():
             model(**cast_inputs(batch, stored_dtype(model)))
-    except Exception:  # whatever it is, it is not for this model
+    except Exception:  # any failure means that the model does not run like this
         return False
     return True

@@ -1,8 +1,8 @@
-"""When is an error, as a multiple of another implementation's, too large to be chance?
+"""Limits for the ratio of two implementations' errors, above which the ratio is too large to be chance.
 
-Two right implementations round differently. Each error is a sum of n independent roundings, so the square of their
-ratio follows F(n, n). The limit is its quantile, times what a right implementation may be less accurate by.
-docs/verify.md explains it.
+Two correct implementations round differently. Each error is a sum of n independent roundings, so the square of the
+ratio of the errors follows F(n, n). The limit is the root of a quantile, times the factor by which a correct
+implementation may be less accurate (`SYSTEMATIC`). docs/verify.md explains it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-#: Twice stock's error is where FlashAttention's tests and PyTorch's benchmark harness draw the line.
+#: FlashAttention's tests and PyTorch's benchmark harness allow twice the error of stock, too.
 SYSTEMATIC = 2.0
 #: Quantiles that one ratio in 10^9 exceeds: for a model of a thousand parameters, one false alarm in 10^6
-#: verifications. Independent errors -> square root of that of F(n, n), and of F(n, 4 n): stock runs four times.
+#: verifications. Independent errors n -> square root of the quantile of F(n, n), and of F(n, 4 n) for four stock runs.
 _QUANTILES = {
     1: (math.inf, 279.0), 2: (math.inf, 26.6), 3: (math.inf, 12.2), 4: (math.inf, 8.11), 6: (46.5, 5.31),
     8: (20.8, 4.21), 12: (9.29, 3.24), 16: (6.18, 2.79), 24: (4.05, 2.34), 32: (3.23, 2.10), 48: (2.53, 1.85),
@@ -36,8 +36,8 @@ def rms(tensor: Tensor) -> float:
 def independent_errors(error: Tensor, limit: int) -> int:
     """The number of independent terms that the elements of `error` amount to, at most `limit`.
 
-    (sum of e^2)^2 / sum of e^4 is a third of their number for normal errors of one size, and the number of the few
-    that matter where some are much larger (outlier channels).
+    (sum of e^2)^2 / sum of e^4 is a third of the number of normal errors of one size. If a few errors are much larger
+    (outlier channels), only these count.
     """
     squares = error.double().square()
     fourth = float(squares.square().sum())
@@ -47,20 +47,20 @@ def independent_errors(error: Tensor, limit: int) -> int:
 
 
 def largest_ratio(independent: int, stock_runs: int) -> float:
-    """Ratio of an RMS error of so many independent terms to that of 1 or 4 stock runs, above which it is no chance."""
+    """Limit for the ratio of an RMS error of `independent` terms to the RMS error of 1 or 4 stock runs."""
     return SYSTEMATIC * chance_ratio(independent, stock_runs)
 
 
 def chance_ratio(independent: int, stock_runs: int = 1) -> float:
-    """The same for errors that are equally large but for chance."""
+    """The largest ratio by chance alone, of implementations that are equally accurate (`SYSTEMATIC` not applied)."""
     known = bisect.bisect_right(list(_QUANTILES), max(independent, 1)) - 1
     return list(_QUANTILES.values())[known][stock_runs == STOCK_RUNS]
 
 
 def typical_errors(errors: Mapping[str, float], truth: Mapping[str, Tensor]) -> dict[str, float]:
-    """Name -> the median of `errors`, relative to their tensors, over all of its kind: same last name and rank.
+    """Name -> the median of the relative `errors` of all tensors of its kind, with equal last name and rank.
 
-    A model that is right by luck in one parameter is no yardstick for it.
+    A median is used because the stock model may be right by luck in one parameter.
     """
     kinds: dict[tuple[str, int], list[float]] = {}
     for name, error in errors.items():
@@ -74,5 +74,5 @@ def _kind(name: str, tensor: Tensor) -> tuple[str, int]:
 
 
 def fewest_elements(tensors: Iterable[Tensor]) -> int:
-    """Elements of the smallest of `tensors`; what is computed from it has no more independent errors."""
+    """Elements of the smallest of `tensors`; a result that is computed from it has no more independent errors."""
     return min((tensor.numel() for tensor in tensors if tensor.numel()), default=torch.iinfo(torch.int64).max)

@@ -1,4 +1,4 @@
-"""Read both checkpoints once: hash them, and compare them tensor by tensor meanwhile."""
+"""Reads both checkpoints once, to hash their files and to compare them tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memopt.verification.recompute import Comparison, TensorComparison
 
 @dataclass(frozen=True)
 class Reading:
-    """What was found in the weight files of both."""
+    """Hashes of the weight files of both checkpoints, and comparisons of their tensors."""
 
     digests: dict[Path, str]
     """SHA-256 of the patched shards, and of the source's that have the same layout."""
     comparisons: dict[str, TensorComparison]
-    """Of every tensor that both have in the same dtype and shape."""
+    """Tensor -> its comparison, for every tensor that both have in the same dtype and shape."""
 
 
 def read_both(source: CheckpointSource, patched: CheckpointSource, operations: Mapping[str, Operation]) -> Reading:
@@ -45,7 +45,7 @@ def _read(
         for info in sorted(shard.header.tensors.values(), key=lambda info: (info.offset, info.nbytes)):
             original = source.tensors.get(info.name)
             alike = original is not None and (original.dtype, original.shape) == (info.dtype, info.shape)
-            # One that the source lacks is hashed only.
+            # A tensor that the source lacks, or has in another layout, is hashed only.
             comparison = Comparison(
                 source if alike else patched, info.name, operations.get(info.name) if alike else None
             )

@@ -1,7 +1,7 @@
-"""The expected value of a folded tensor, computed in another way than `memopt.checkpoint` computes it.
+"""Computes the expected value of a folded tensor in another way than `memopt.checkpoint`.
 
-Rounding by torch, or by scaling to integers, instead of on the bits or to odd; sequential sums instead of a tree: an
-error in either shows as a difference.
+It rounds with torch or by scaling to integers, where `memopt.checkpoint` rounds on the bits or to odd. It sums
+sequentially, not in a tree. So an error in either computation shows as a difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memopt.checkpoint.tiles import tiles, view3
 Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.int16]
 Piece = tuple[slice, slice, slice]
-#: Bytes at a time: few where every element needs many temporaries, more where Python loops over the columns.
+#: Bytes of a block: few where every element needs many temporaries, more where Python loops over the columns.
 _SCALE_BLOCK = 1 << 18
 _SUM_BLOCK = 4 << 20
 #: dtype -> (bits of precision, exponent of the smallest normal number, largest finite number)
@@ -37,7 +37,7 @@ _FORMATS = {
 
 @dataclass
 class TensorComparison:
-    """A stored tensor against its expected value."""
+    """Counts from the comparison of a stored tensor with its expected value."""
 
     elements: int = 0
     different: int = 0
@@ -51,7 +51,7 @@ class TensorComparison:
 
 
 class Comparison:
-    """One stored tensor against `operation` on the source's tensor, block by block; None: it has the source's bytes."""
+    """Compares a stored tensor with `operation` on the source's tensor (None: with its bytes), block by block."""
 
     def __init__(self, source: CheckpointSource, name: str, operation: Operation | None) -> None:
         info = source.tensors[name]
@@ -123,7 +123,7 @@ def is_rounded_product(before: Bits, after: Bits, scale: Tensor) -> bool:
 def round_product(values: Floats, dtype: str) -> Floats:
     """`values` rounded to nearest even in `dtype`.
 
-    Adding 1.5 * 2^52 quanta of the target format leaves no room for anything finer: the addition itself rounds.
+    Adding 1.5 * 2^52 quanta of the target format rounds, because fp64 has no bits below one quantum at that size.
     """
     if dtype == "F64":
         return values

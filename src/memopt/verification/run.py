@@ -34,7 +34,7 @@ def verify(
     inputs: Batch | str | Path | None = None,
     progress: Callable[[Level, list[Check]], None] | None = None,
 ) -> Verdict:
-    """Prove that a folder written by `memopt patch` holds the same model as the one it was made from.
+    """Prove that a folder written by `memopt patch` holds the same model as its original.
 
     Args:
         directory: the patched folder.
@@ -42,7 +42,7 @@ def verify(
         level: ``weights``, ``forward``, ``gradient``, ``training`` or ``memory``, several of these, or ``all``.
         trust_remote_code: run the Python files that come with the model.
         inputs: keyword arguments of the forward to run both models with, or a file of them; made by default.
-        progress: called with each level and its checks when it is done.
+        progress: called with each level and its checks when the level is done.
 
     Raises:
         UsageError: there is no such level.
@@ -169,6 +169,6 @@ def _training(trial: CheckpointTrial) -> list[Check]:
 
 
 def _exact(trial: CheckpointTrial) -> AbstractContextManager[None, bool | None]:
-    """Around a comparison of what is patched exactly; a recipe may approximate everything that it patches."""
+    """Context of an exact comparison; left out (`NegativeVerdict`) if a recipe approximates everything it patches."""
     approximates = "approximate" in trial.recipe.effects
     return contextlib.suppress(NegativeVerdict) if approximates else contextlib.nullcontext()

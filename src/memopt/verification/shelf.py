@@ -18,10 +18,10 @@ from memopt.walk.models.config import load_config, model_class
 
 
 class Shelf:
-    """Loads a model like `from_pretrained`, except for the matrices of `blocks`.
+    """Loads a model like `from_pretrained`, except for the matrices of `blocks`, which stay on disk.
 
-    transformers converts the weights and their names, and accelerate knows where each one lies; the hooks by which
-    accelerate would fetch them are taken away, because patched modules run their stock forward under hooks.
+    transformers converts the weights and their names, and accelerate records the place of each weight. The hooks with
+    which accelerate would load weights are removed, because patched modules run their stock forward under hooks.
 
     Raises:
         ModelError: accelerate is not installed.
@@ -38,7 +38,7 @@ class Shelf:
         self.blocks = tuple(blocks)
         self._folder, self._remove_hooks = folder, remove_hook_from_submodules
         self._weights: dict[int, dict[str, Any]] = {}
-        """id of a module -> name of a parameter -> what fetches it."""
+        """id of a module -> name of a parameter -> accelerate's mapping that loads it."""
 
     def from_pretrained(self, source: str | Path, **keywords: Any) -> nn.Module:
         """The model, without hooks; weights of blocks with one dimension are in memory, the others on meta."""

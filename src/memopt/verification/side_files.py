@@ -1,7 +1,7 @@
-"""Level "weights", beside the weights: all other files that a loader reads, and whether memopt.json is consistent.
+"""Level "weights", other files: checks all other files that a loader reads, and that memopt.json is consistent.
 
-config.json is compared key for key, every other file byte for byte, README.md with the source's and the part that patch
-adds; memopt.json with itself and with the key in config.json. No model is built.
+config.json is compared key for key, README.md with the source's and the part that patch adds, every other file byte for
+byte; memopt.json with itself and with the key in config.json. Only `verify_sites` builds a model, without weights.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from memopt.plan.plan import Plan
 from memopt.plan.recipe import modernised
 from memopt.walk.sites import Sites
 
-#: What `save_pretrained` writes on its own.
+#: Keys that `save_pretrained` writes on its own.
 _OF_THE_SAVING = frozenset(
     {CONFIG_KEY, "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"}
 )
 
 
 def files_of(checkpoint: CheckpointSource) -> frozenset[str]:
-    """Every file of an opened folder, but memopt.json."""
+    """Names of all files of an opened folder, except memopt.json."""
     index = {INDEX} if (checkpoint.root / INDEX).exists() else set()
     shards = {shard.name for shard in checkpoint.shards}
     return frozenset({*checkpoint.side_files, *checkpoint.left_out, "config.json"} | shards | index)
@@ -43,7 +43,7 @@ def files_of(checkpoint: CheckpointSource) -> frozenset[str]:
 def verify_side_files(
     manifest: Manifest, patched: CheckpointSource, source: CheckpointSource | None
 ) -> Iterator[Check]:
-    """Checks of the files beside the weights; without `source` only those that do not need it."""
+    """Checks of the files beside the weights; without `source`, only the check of memopt.json."""
     wrong = [*_contradictions(manifest), *_key_errors(manifest, patched.config, source)]
     yield _check("manifest", MANIFEST, wrong, metric="contradictions", reference="memopt.json and config.json")
     if source is None:
@@ -72,8 +72,8 @@ def verify_side_files(
 
 
 def verify_saved_again(record: PatchedFolder, against: str | None, *, trust_remote_code: bool = False) -> list[Check]:
-    """The checks for the files of a patched model that was loaded, trained and saved: all except equality with the
-    original."""
+    """The checks for the files of a patched model that was loaded, trained and saved: its weights are not compared with
+    the original's."""
     folder = record.folder
     try:
         patched = open_source(str(folder))
@@ -97,7 +97,7 @@ def verify_sites(record: PatchedFolder, *, trust_remote_code: bool = False) -> I
     try:
         model = build_meta(load_config(record.folder, trust_remote_code=trust_remote_code))
     except ModelError:
-        return  # the config is at fault, and other checks say so
+        return  # the config is at fault; other checks report it
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     known = modules | {name for name, _ in model.named_parameters(remove_duplicate=False)}
     entries = record.manifest.entries if record.manifest is not None else ()
@@ -169,7 +169,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _key_errors(manifest: Manifest, config: Mapping[str, Any], source: CheckpointSource | None) -> Iterator[str]:
-    """Where the key in config.json differs from the one that was written with this manifest."""
+    """Differences between the key in config.json and the key that was written with this manifest."""
     key = config.get(CONFIG_KEY)
     if not isinstance(key, dict):
         yield f"config.json has no key '{CONFIG_KEY}'"
@@ -211,7 +211,7 @@ def _file_differences(manifest: Manifest, source: CheckpointSource, patched: Che
 def _card_differences(
     card: bytes, source: CheckpointSource, patched: CheckpointSource, *, older: bool
 ) -> Iterator[str]:
-    """How README.md of the patched folder differs from `card`; of an `older` memopt, in the source's part only."""
+    """Differences of the patched folder's README.md from `card`; for an `older` memopt, in the source's part only."""
     one, other = source.root / CARD, patched.root / CARD
     before = one.read_bytes() if one.is_file() else None
     if other.is_file():

@@ -1,4 +1,4 @@
-"""The ways in which people run a step, as a few situations that cover every pair of them, and their batches."""
+"""The situations in which steps are compared: few, but they cover every pair of factor values; and their batches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Backward = Literal["once", "second", "twice"]
 
 SHORT, LONG = 24, 265
 """Tokens in a row: an even number and an odd one, longer than any call of the walk."""
-#: 16-bit tensors of so many elements are computed in parts (`memopt.kernels.base.pieces`); at most so many tokens.
+#: Elements from which 16-bit tensors are computed in parts (`memopt.kernels.base.pieces`); most tokens of a batch.
 _LARGE, _MOST_TOKENS = 2**18, 4096
-#: One row in so many of each matrix is scaled, by a power of two: taking it back is exact.
+#: Every 29th row of each matrix is scaled by 64, a power of two, so that undoing it is exact.
 _EVERY, _FACTOR = 29, 64.0
 
 
@@ -35,17 +35,17 @@ class Situation:
     training: bool
     """The flag of the modules; dropouts have p = 0."""
     trains: Trains
-    """All parameters, every second one, or adapters of LoRA alone."""
+    """All parameters, every second parameter, or LoRA adapters only."""
     precision: Precision
     """fp64, fp32 weights under autocast to bf16, or bf16 weights."""
     rows: int
     tokens: int
     padded: bool
-    """A row ends in padding, another begins with it, and labels there and at the beginning are ignored."""
+    """A row ends in padding, another begins with it; labels in padding and at the start of each row are ignored."""
     backward: Backward
     """``second``: the gradients of two batches are summed; ``twice``: the graph is retained and run again."""
     evaluates: bool
-    """A forward without gradients and `generate` come before."""
+    """A forward without gradients and `generate` run before the step."""
     outliers: bool
     """Some channels of every matrix in the blocks are scaled up, so that gates saturate."""
 
@@ -62,7 +62,7 @@ def _listed(*rows: tuple[Any, ...]) -> tuple[Situation, ...]:
     return tuple(Situation(*row) for row in rows)
 
 
-#: Every pair of two factors' values is in one of these. Outliers are only in fp64: in 16 bits rounding hides them.
+#: Each pair of values of two factors is in a situation. Outliers are in fp64 only: in 16 bits rounding hides errors.
 SITUATIONS = _listed(
     (True, "all", "exact", 3, SHORT, False, "once", True, False),
     (True, "odd", "exact", 1, SHORT, True, "twice", False, True),
@@ -84,7 +84,7 @@ SITUATIONS = _listed(
 
 
 def batches(model: nn.Module, probes: Probes, situation: Situation) -> list[dict[str, Any]]:
-    """The batches of a situation, labels among them, made from those of `probes`: as long as the model allows."""
+    """The batches of a situation, with labels, made from the batch of `probes`; no row exceeds the model's context."""
     rows, tokens = situation.rows, min(situation.tokens, _longest(model))
     if situation.precision == "bf16" and situation.tokens == LONG:
         rows = max(rows, min(_LARGE // (_width(model) * tokens) + 1, _MOST_TOKENS // tokens))
@@ -94,7 +94,7 @@ def batches(model: nn.Module, probes: Probes, situation: Situation) -> list[dict
 
 
 def _batch(probes: Probes, rows: int, tokens: int, seed: int) -> dict[str, Any]:
-    """The text again and again in rows of `tokens`, random ids behind its end; rows alone of what is not text."""
+    """The probe in `rows` rows of `tokens` tokens, with random ids after its end; other inputs only get `rows` rows."""
     given = {**probes.batches[0], **probes.targets[0]}
     own_rows, own_tokens = rows_of(given), tokens_of(given)
     tensors = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
@@ -115,7 +115,7 @@ def _batch(probes: Probes, rows: int, tokens: int, seed: int) -> dict[str, Any]:
 def _lengthened(value: Tensor, tokens: int, own_tokens: int, seed: int) -> Tensor:
     longer = value[:, (torch.arange(tokens) + 5 * seed) % own_tokens]
     if longer.dim() == 2 and not longer.is_floating_point() and int(value.max()) > 8:
-        # Labels are the same ids: tokens of all kinds, so that each expert is chosen.
+        # Tokens of all kinds, so that each expert is chosen. The seed gives labels the ids that the inputs have.
         generator = torch.Generator().manual_seed(seed)
         random = torch.randint(4, int(value.max()) + 1, longer.shape, generator=generator)
         longer[:, own_tokens:] = random[:, own_tokens:]
@@ -123,7 +123,7 @@ def _lengthened(value: Tensor, tokens: int, own_tokens: int, seed: int) -> Tenso
 
 
 def _padded(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """The end of the first row and the beginning of the last one masked, labels ignored there and in a prompt."""
+    """`batch` with the first row's end and the last row's start masked; labels there and in a prompt are ignored."""
     made = masked(model, batch)
     for mask, ids in MASKS.items():
         if isinstance(made.get(mask), Tensor) and made[mask].dim() == 2 and isinstance(made.get(ids), Tensor):
@@ -159,7 +159,7 @@ def _configs(model: nn.Module) -> Iterable[Any]:
 
 @contextlib.contextmanager
 def as_in(situation: Situation, model: nn.Module, blocks: Iterable[str]) -> Iterator[None]:
-    """Inside, the model is in the situation's mode, trains what it trains, and has its outlier channels."""
+    """Inside, the model has the mode, the trained parameters and the outlier channels of the situation."""
     trained = [each for each in model.parameters() if each.requires_grad]
     inside = [each for name in blocks for each in _submodule(model, name).parameters()] or list(model.parameters())
     scaled = [each for each in dict.fromkeys(inside) if each.dim() > 1] if situation.outliers else []
@@ -201,7 +201,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:
-    """Of the model or of what adapters wrap."""
+    """The submodule `name` of the model, or of the model inside its adapters."""
     return dict(model.named_modules()).get(name) or model.get_submodule(f"base_model.model.{name}")
 
 

@@ -23,13 +23,13 @@ class Step:
     outputs: dict[str, Tensor]
     """Field -> floating-point tensor, the loss not included."""
     gradients: Gradients
-    """Parameter -> gradient, of those that have one."""
+    """Parameter -> gradient, for the parameters that have one."""
     read: frozenset[str]
-    """Outputs that are part of the graph."""
+    """Names of the outputs that are part of the autograd graph."""
 
 
 def training_step(model: nn.Module, probes: Probes, dtype: torch.dtype) -> Step:
-    """The step of the first probe. Eval mode: dropout off."""
+    """Forward and backward on the first probe; `model` is in eval mode, so no dropout runs."""
     model.zero_grad()
     output = model(**cast_inputs({**probes.batches[0], **probes.targets[0]}, dtype))
     loss = loss_of(output)

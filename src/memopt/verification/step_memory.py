@@ -1,8 +1,8 @@
-"""Live bytes over a step: the peak, the bytes alive after backward, and the bytes that a second step adds; patched
-against stock.
+"""Compares live bytes of patched and stock modules: the peak of a step, the bytes alive after backward, and the bytes
+that a second step adds.
 
-Both models are small copies of one (`memopt.verification.pairs`); every storage that PyTorch allocates is followed, and
-NumPy's arrays by the interpreter's account. The module at fault is found by replacing patched modules with stock ones.
+Both models are small copies of one model (`memopt.verification.pairs`). Every storage that PyTorch allocates is
+followed; ``tracemalloc`` counts NumPy's arrays. Replacing patched modules with stock ones finds the module at fault.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _CHECKS = {
     "arrays": ("memory.arrays", "bytes of NumPy arrays after the forward beyond stock", "saved values are in tensors"),
 }  # fmt: skip
 _STOCK = "stock modules, same weights and inputs"
-#: Tensors of a module's largest size that its forward may allocate and free beyond stock: without kernels an operator
-#: of several steps holds two results of such steps, in fp32, where stock has one of its own.
+#: Bytes that a module's forward may allocate and free beyond stock, as a multiple of its largest storage. Without
+#: kernels, an operator of several steps holds two intermediate results, in fp32, where stock holds one.
 _TRANSIENT = 3.0
 
 
 @dataclass(frozen=True)
 class Lived:
-    """Bytes, without parameters, buffers and inputs; what lives after a step is without gradients of parameters."""
+    """Bytes without parameters, buffers and inputs; `behind` and `second` are also without gradients of parameters."""
 
     peak: int
     arrays: int
     behind: int
     second: int
     transient: dict[str, _Transient]
-    """By module."""
+    """Module -> bytes of its forward."""
 
 
 class _Transient(NamedTuple):
-    """Bytes of one module's forward: freed again (the most at one time), of its largest storage, and not freed."""
+    """Bytes of one module: most alive at once of those freed in the forward, the largest storage, and not freed."""
 
     most: int = 0
     largest: int = 1
@@ -73,10 +73,10 @@ def verify_step(trial: CheckpointTrial) -> list[Check]:
 
 def _checks(pair: Pair, approximates: Collection[str]) -> Iterator[Check]:
     for model in (pair.stock, pair.patched):
-        pair.convert(model, torch.float32)  # where operators have no copies in another dtype
+        pair.convert(model, torch.float32)  # in fp32 operators make no copies in another dtype
     batch = cast_inputs({**pair.probes.batches[0], **pair.probes.targets[0]}, torch.float32)
     stock, patched = lived(pair.stock, batch), lived(pair.patched, batch)
-    if not approximates:  # what makes codes takes memory for a moment
+    if not approximates:  # making codes takes memory for a moment
         yield _transient(pair, stock, patched)
     for name, (id, metric, reason) in _CHECKS.items():
         if approximates and name == "peak":
@@ -175,6 +175,6 @@ def _left(timeline: Timeline, model: nn.Module) -> int:
 
 
 def _array_bytes() -> int:
-    """Of all NumPy arrays."""
+    """Bytes of all live NumPy arrays."""
     traces = tracemalloc.take_snapshot().filter_traces([tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)])
     return sum(each.size for each in traces.statistics("filename"))

@@ -12,9 +12,9 @@ from memopt.torch_compat import TorchDispatchMode, operator_schema, tree_map
 
 
 class RandomRounding(TorchDispatchMode):
-    """Inside, each result in `dtype` is off by up to half a unit in the last place (`scale` halves) and then rounded.
+    """Inside, each result in `dtype` is changed by up to `scale` / 2 units in the last place and then rounded.
 
-    Draws from torch's default generator. Results that are infinite, or would be, and views stay as they are.
+    It draws from torch's default generator. Views, and results that are or would become infinite, are not changed.
     """
 
     def __init__(self, dtype: torch.dtype, scale: float = 1.0) -> None:
@@ -34,7 +34,7 @@ class RandomRounding(TorchDispatchMode):
 
 
 def rounded_at_random(tensor: Tensor, scale: float = 1.0) -> Tensor:
-    """`tensor`, each element off by up to half a unit in the last place (`scale` halves) before it is rounded."""
+    """`tensor`, with each element changed by up to `scale` / 2 units in the last place and then rounded."""
     off = torch.finfo(tensor.dtype).eps * scale * (torch.rand_like(tensor, dtype=torch.float64) - 0.5)
     rounded = (tensor.double() * (1 + off)).to(tensor.dtype)
     return torch.where(rounded.isfinite(), rounded, tensor)

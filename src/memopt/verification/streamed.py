@@ -1,4 +1,4 @@
-"""Level "gradient" of models that are larger than memory: block by block from disk.
+"""Level "gradient" for models that are larger than memory: block by block from disk.
 
 A forward and a backward of stock modules in fp64 go through the model with one block in memory at a time, like
 activation checkpointing. When backward reaches a block, the block runs on its input and the gradient of its output,
@@ -100,7 +100,7 @@ def verify_streamed(trial: CheckpointTrial, blocks: Sequence[str], stored: torch
 
 @dataclass
 class _Sweep:
-    """One pass through the model, and what was found in each block."""
+    """One forward and backward through the model, and the checks of each block."""
 
     model: nn.Module
     shelf: Shelf
@@ -144,7 +144,7 @@ class _Sweep:
                 self.found += patch.module_checks(outer, LIMITS[_WIDE])
 
     def checks(self) -> list[Check]:
-        """Of each kind, the check of the block that is furthest over its limit, with the number of all of them."""
+        """For each kind of check, the check of the worst block, with `n` summed over all blocks."""
         numbers = Counter[str]()
         for check in self.found:
             numbers[check.id] += check.n
@@ -163,7 +163,7 @@ class _Sweep:
             return type(block).forward(block, *args, **kwargs)
 
     def differentiated(self, name: str, call: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
-        """Gradients of `tensors`, from stock modules in fp64; the other runs are compared with these."""
+        """Gradients of `tensors`, from stock modules in fp64; adds the checks that compare other runs with this one."""
         self.advance()
         block = self.model.get_submodule(name)
         step = functools.partial(self._step, name, block, call, tensors, grads)
@@ -203,7 +203,7 @@ class _Sweep:
         self, name: str, block: nn.Module, call: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor | None],
         dtype: torch.dtype, patched: int | None,
     ) -> tuple[Step, list[Tensor | None]]:  # fmt: skip
-        """One forward and backward of `block` in `dtype`, with all, none or the first so many patched modules."""
+        """One forward and backward of `block` in `dtype`, with the first `patched` modules patched; with None, all."""
         inputs = [
             each.detach().to(dtype).requires_grad_(each.requires_grad) if each.is_floating_point() else each
             for each in tensors
@@ -232,7 +232,7 @@ class _Streamed(torch.autograd.Function):
     def forward(
         ctx: Any, sweep: _Sweep, name: str, call: Any, shape: list[Any], anchor: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """`shape` is given the block's output, to be filled with the returned tensors."""
+        """Return the tensors of the block's output, and append the output itself to `shape`, for its structure."""
         sweep.advance()
         block = sweep.model.get_submodule(name)
         here = _with_tensors(call, [tensor.detach() for tensor in tensors])

@@ -1,9 +1,9 @@
 """Level "training": steps as people run them, patched against stock modules on the same weights and batches.
 
-The situations (`memopt.verification.situations`) hold every pair of: train or eval mode, what is trained, precision,
-rows, length, padding, one backward or two, an evaluation before, outlier channels. Both models are
-small (`memopt.verification.pairs`), since the code of a module is the same in each block; their weights are rounded to
-bf16, so that all precisions have the same.
+The situations (`memopt.verification.situations`) cover every pair of values of these factors: train or eval mode,
+trained parameters, precision, rows, length, padding, one backward or two, an evaluation before, outlier channels. Both
+models are small (`memopt.verification.pairs`), since the code of a module is the same in each block. Their weights are
+rounded to bf16, so that every precision has the same weights.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.config import one_line
 
 _DTYPES: dict[Precision, torch.dtype] = {"autocast": torch.float32, "bf16": torch.bfloat16}
-#: Step of a central difference, relative to a parameter's size, and its largest distance from the gradient: its
-#: rounding and the rest of the series are 1e-8 of the slope, and an element at a kink of a ReLU adds as much.
+#: Step of a central difference, relative to a parameter's size, and the largest relative difference of its slope from
+#: the gradient: rounding and higher-order terms are 1e-8 of the slope, and a ReLU at its kink adds as much.
 _STEP, _SLOPE_LIMIT = 1e-6, 1e-5
-#: Two right runs may be twice as far from each other as either is from the truth, and one less accurate by 2.
+#: Two correct runs may differ by twice the error of either, and one of them may be less accurate by a factor of 2.
 _AMPLIFIED = 4.0
 _NEW_TOKENS, _PROMPT = 3, 8
 
@@ -50,9 +50,9 @@ _NEW_TOKENS, _PROMPT = 3, 8
 class _Run:
     step: Step
     evaluated: Step
-    """What was computed without gradients."""
+    """Outputs that the evaluation computed without gradients."""
     drawn: str
-    """Of the state in which it left the random generators."""
+    """Hash of the states of the random generators after the run."""
 
 
 def verify_training(trial: CheckpointTrial) -> list[Check]:
@@ -108,7 +108,7 @@ def _checks(pair: Pair, situation: Situation) -> Iterator[Check]:
         worst = _compared(ran.step, truth.step)
         if (
             not worst.value <= limit
-        ):  # the situation may amplify rounding: so far as stock modules' own, rounded at random
+        ):  # a situation may amplify rounding: allow as much as in stock modules rounded at random
             others = [run(pair.stock, dtype, seed=seed).step for seed in range(1, 1 + STOCK_RUNS)]
             limit = max(limit, _AMPLIFIED * max(compare_steps(other, truth.step).value for other in others))
         yield _check("training.steps", pair, situation, worst, difference, limit)
@@ -140,7 +140,7 @@ def _ran(
     with (
         preserved(model), as_in(situation, model, pair.blocks), precise(dtype),
         pair.with_stock(patched if model is pair.patched else None),
-        _rounded(dtype) if seed else contextlib.nullcontext(),  # but not weights and buffers
+        _rounded(dtype) if seed else contextlib.nullcontext(),  # results, not weights and buffers
     ):  # fmt: skip
         _seed(seed)
         evaluated = _evaluated(model, cast_batches[0], autocast) if situation.evaluates else {}
@@ -176,7 +176,7 @@ def _evaluated(model: nn.Module, batch: dict[str, Any], autocast: Any) -> dict[s
 
 
 def _compared(step: Step, truth: Step) -> Worst:
-    """The largest difference; it is infinite for a gradient that only one of them has."""
+    """The largest difference of the two steps; it is infinite for a gradient that only one of them has."""
     alone = step.gradients.keys() ^ truth.gradients.keys()
     if alone:
         return Worst(float("inf"), f"the gradient of {min(alone)}, which only one of them has")
@@ -186,7 +186,7 @@ def _compared(step: Step, truth: Step) -> Worst:
 def _worst(run: Callable[[], _Run], compare: Callable[[_Run], Worst]) -> Worst:
     try:
         return compare(run())
-    except Exception as error:  # stock modules run
+    except Exception as error:  # an error of the patched modules: stock modules run
         return Worst(float("inf"), f"an error: {type(error).__name__}: {one_line(error)}")
 
 
@@ -194,7 +194,7 @@ def _rounding(
     pair: Pair, situation: Situation, run: Callable[..., _Run], ran: _Run, stock: _Run, truth: _Run,
     dtype: torch.dtype,
 ) -> Check:  # fmt: skip
-    """The ratio of errors of the gradients in 16 bits; where it is large, of runs that are rounded at random."""
+    """The check on the ratio of gradient errors in 16 bits; above its limit, runs rounded at random are added."""
     compared = functools.partial(
         compare_gradients, truth=truth.step.gradients, dtype=torch.bfloat16, reference="fp64 run of stock modules",
         stock_loss=stock.step.loss, patched_loss=ran.step.loss,
@@ -242,7 +242,7 @@ def _check(
 
 
 def _unproved(pair: Pair) -> Check:
-    """The limits of the situations, as a passed check that lists them."""
+    """A passed check that lists situations that did not run, and cases that no situation covers."""
     said = [pair.left_out] * bool(pair.left_out)
     said += [f"not run: {name} ({why})" for name, why in pair.not_run.items()]
     said += ["not compared: dropout's values (their gradients are), other lengths, compiled code, GPUs"]
@@ -254,7 +254,7 @@ def _unproved(pair: Pair) -> Check:
 
 
 def _dropout(pair: Pair, batch: dict[str, Any]) -> Iterator[Check]:
-    """With dropouts on and seeds fixed, the slope of the loss along a random direction against the gradient."""
+    """Compare the slope of the loss along a random direction with the gradient, with dropouts on and seeds fixed."""
     model, given = pair.patched, cast_inputs(batch, pair.wide)
     if pair.wide != torch.float64:
         return
@@ -278,7 +278,7 @@ def _dropout(pair: Pair, batch: dict[str, Any]) -> Iterator[Check]:
             for sign in (1, -1, 0):
                 for (each, data, _), step in zip(moved, steps, strict=True):
                     each.data = data + sign * step if sign else data
-                losses.append(float(loss(0).detach()))  # a projection of outputs is made of those with a graph
+                losses.append(float(loss(0).detach()))  # with a graph: `loss_of` needs outputs that have one
             return Worst(
                 abs((losses[0] - losses[1]) / 2 - float(slopes.sum())) / (rms(slopes) * len(slopes) ** 0.5), ""
             )

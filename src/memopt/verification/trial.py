@@ -1,4 +1,4 @@
-"""The checkpoint on which patches measure (`memopt.patches.base.Trial`), and the sections that they add to a report."""
+"""The checkpoint on which patches measure (`memopt.patches.capabilities.Trial`), and their sections of a report."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from memopt.verification.models import load_patched, load_stock
 from memopt.verification.step import Gradients, training_step
 from memopt.walk.calls.batch import Batch, given_batch
 
-#: Everything runs in fp32, whose rounding (1e-6 of a gradient) is far below the error of any approximation.
+#: All models run in fp32, whose rounding (1e-6 of a gradient) is far below the error of any approximation.
 DTYPE = torch.float32
 
 
 @dataclass
 class CheckpointTrial:
-    """Models of one folder, and a training step of theirs on one probe batch."""
+    """Loads the models of one folder, and runs training steps of them on one probe batch."""
 
     source: Path
     recipe: Recipe
@@ -74,7 +74,7 @@ def report_sections(request: Request, note: Callable[[str], None] | None = None)
     """The sections that patches add to a report; only a local folder has weights to measure with.
 
     Args:
-        request: what the report is about.
+        request: the model, the recipe and the training of the report.
         note: called with a sentence before a step that takes long.
     """
     folder, inputs = Path(request.model).expanduser(), given_batch(request.inputs)

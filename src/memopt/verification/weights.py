@@ -1,7 +1,7 @@
 """Level "weights": the files alone, without building a model. Every tensor is checked, bit by bit.
 
 A folded tensor must equal the fp64 result of the fold on the source's tensor, rounded once (`recompute`); every other
-one must have the source's bytes.
+tensor must have the source's bytes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digest
     found = manifest.changed_files(folder.resolve(), digests)
     found += [(name, "was added") for name in sorted(there - manifest.files.keys())]
     wrong = [" ".join(each) for each in found]
-    # Engines' files are no part of the model, and users complete them.
+    # Files for inference engines are no part of the model, and users complete them.
     edited = all(name in manifest.emitted and name in file_names() for name, _ in found)
     return _check(
         "files",
@@ -105,7 +105,7 @@ def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointS
 def _check_original(
     manifest: Manifest, source: CheckpointSource, read: Mapping[Path, str], *, given: bool
 ) -> tuple[CheckpointSource | None, Check]:
-    """(the source if it can be compared, the check that says so)."""
+    """(the source, or None if it must not be compared; the check of its weight files)."""
     record = manifest.source
     origins = {path.name: path for path in (source.root / name for name in record.files) if os.path.isfile(path)}
     found = _parallel(lambda path: read.get(path) or sha256(path), origins.values())
@@ -131,7 +131,7 @@ def _check_original(
 
 
 def _check_others(manifest: Manifest, source: CheckpointSource | None, *, given: bool) -> Iterator[Check]:
-    """Whether config, tokenizer and other files of the source are those that were read when it was patched."""
+    """The check that config, tokenizer and other files of the source are unchanged since the patch."""
     if source is None:
         return
     status: Status = "skip"
@@ -147,7 +147,7 @@ def _check_others(manifest: Manifest, source: CheckpointSource | None, *, given:
 
 
 def _check_layout(source: CheckpointSource, patched: CheckpointSource) -> Check:
-    """Same names, dtypes and shapes."""
+    """The check that both checkpoints have equal names, dtypes and shapes."""
 
     def layout(one: CheckpointSource) -> dict[str, Any]:
         return {name: (info.dtype, info.shape) for name, info in one.tensors.items()}
@@ -210,7 +210,7 @@ def _parallel(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
 
 
 def _check_none(wrong: list[str], name: str, subject: str, metric: str, reference: str, n: int) -> Check:
-    """Fails if one of `n` is `wrong`."""
+    """A check of `n` things, which fails if `wrong` lists any of them."""
     status: Status = "fail" if wrong else "pass"
     fields = {"metric": metric, "reference": reference, "n": n, "detail": first_of(wrong)}
     return _check(name, subject, status, value=len(wrong), **fields)

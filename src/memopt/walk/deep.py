@@ -1,4 +1,4 @@
-"""Sites of a deep model from a walk over a few of its alike blocks: for reports, which prove no folds."""
+"""Sites of a deep model, found by walking a few of its alike blocks; for reports, which need no proofs of folds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memopt.walk.sites import Sites
 
 
 class _UnlikeError(Exception):
-    """The sites of blocks that look alike are not alike, or name blocks far away."""
+    """Blocks that look alike have different sites, or a site names a block more than one group away."""
 
 
 def find_deep_sites(model: nn.Module) -> Sites:
-    """What `find_sites` finds in `model`, by a walk over few blocks where all have the sites of those."""
+    """The sites that `find_sites` would find in `model`, from a walk over a few blocks if all others are alike."""
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
@@ -30,7 +30,7 @@ def find_deep_sites(model: nn.Module) -> Sites:
     try:
         if runs:
             sites = find_sites(model)
-            if sites.ran and not (sites.notes or sites.unseen):  # these count
+            if sites.ran and not (sites.notes or sites.unseen):  # notes count modules, so they need the whole walk
                 for run in runs:
                     sites = _deepened(sites, run)
                 return sites
@@ -44,16 +44,16 @@ def find_deep_sites(model: nn.Module) -> Sites:
 
 
 def _deepened(sites: Sites, run: Run) -> Sites:
-    """`sites` with those of the blocks of `run` that were left out.
+    """`sites`, with the sites of the blocks of `run` that were left out added.
 
     Raises:
-        _UnlikeError: those of the two interior groups differ, or a block far away is named.
+        _UnlikeError: the sites of the two interior groups differ, or a site names a block far away.
     """
     return _Deepening(run).all_of(sites)
 
 
 class _Deepening:
-    """Places are those among the blocks that were walked."""
+    """Adds the sites of left-out blocks; a place here is an index among the blocks that were walked."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -93,7 +93,7 @@ class _Deepening:
             raise _UnlikeError  # a list that the last block is not in
 
     def _moved(self, item: Any, place: int, by: int, names: tuple[str, ...] | None = None) -> Any:
-        """A site of the block at `place`, or of none (-1), as it is `by` blocks on: so are those that it names."""
+        """`item`, a site in the block at `place` (-1: in none), with every block that it names moved on by `by`."""
         to, run = names or self._walked, self._run
 
         def other(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""The walk: from a config, or a live model, to `Sites`.
+"""The walk: finds the `Sites` of a model from its config, or of a live model.
 
 `walk_config` observes the real model on the meta device and proves folds on a small twin of the same config;
 `walk_model` observes a meta copy of a model in memory. Both read no weights and change nothing.
@@ -37,7 +37,7 @@ from memopt.walk.probes.gated import with_form
 from memopt.walk.sites import NormSite, Sites
 
 _CTC = "its loss is a CTC loss, which reads the logits of all tokens at once"
-#: Of the parameters: where no call reaches so many, the user is told.
+#: Part of the parameters; `Sites.unseen` reports modules that no call reached if they hold at least this part.
 _LARGE_PART = 0.1
 NOT_IN_MEMORY = "a model in memory keeps its weights: folding is done when a checkpoint is written"
 
@@ -45,10 +45,10 @@ NOT_IN_MEMORY = "a model in memory keeps its weights: folding is done when a che
 def walk_config(
     config: PreTrainedConfig | str | Path, *, inputs: Batch | None = None, trust_remote_code: bool = False
 ) -> Sites:
-    """Sites of the model that `config` (or the folder or hub id that holds it) describes, folds proved.
+    """Sites, with proved folds, of the model that `config` (or the folder or hub id that holds it) describes.
 
-    A norm may be folded when every forward on the real shape allows it and the same fold is proved on the twin.
-    `inputs`, a batch on the CPU, replaces guessed inputs on the real shape; twins run with both.
+    A norm may be folded if every forward of the real model on meta allows it and the same fold is proved on the twin.
+    `inputs`, a batch on the CPU, replaces guessed inputs for the real model; twins run with both.
 
     Raises:
         ModelError: the config cannot be read, or no model can be built from it.
@@ -68,7 +68,7 @@ def walk_config(
 def walk_folder(
     config: PreTrainedConfig, folder: Path, *, inputs: Batch | None = None, trust_remote_code: bool = False
 ) -> tuple[Sites, Batch | None]:
-    """`walk_config`, and the batch that it ran with: `inputs`, one of the folder's processor, or None for guessed ones.
+    """`walk_config`, and its batch: `inputs`, a batch made by the folder's processor, or None for guessed inputs.
 
     Raises:
         ModelError: no model can be built from the config.
@@ -86,7 +86,7 @@ def walk_folder(
 
 
 def _guessed(model: nn.Module, sites: Sites, config: PreTrainedConfig, inputs: Batch) -> Sites:
-    """Sites by guessed inputs, where `inputs` run only on the small twin, which has values."""
+    """Sites found with guessed inputs, if `inputs` run on the small twin, which has values, and not on meta."""
     why = sites.traces[0][1]
     try:
         build_driven_twin(config, inputs)
@@ -118,16 +118,16 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
         for hooks in module_hooks(module):
             hooks.clear()
-        # A wrapper that a trainer has put around a forward may hold the live module's; accelerate's moves tensors.
+        # A trainer's wrapper of a forward may call the live module's forward; accelerate's wrapper moves tensors.
         forward = vars(module).get("forward")
         hooked = "_old_forward" in vars(module)
         if hooked or (forward is not None and inspect.unwrap(forward) is inspect.unwrap(type(module).forward)):
             del module.__dict__["forward"]
-        # One batched product: a loop over the experts that were hit reads values, which meta tensors lack.
+        # Run experts as one batched product: a loop over the chosen experts reads values, which meta tensors lack.
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "batched_mm"
-        # PEFT's wrapper of one parameter enters torch.autocast for its device, which there is none of for meta tensors.
+        # PEFT's wrapper of one parameter enters torch.autocast for its device, and autocast does not support meta.
         if hasattr(module, "parameter_name") and hasattr(module, "_disable_adapters"):
             vars(module)["_disable_adapters"] = True
     with _one_thread():
@@ -138,7 +138,7 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """For thousands of tiny operations, waking threads costs more than the operations."""
+    """Run on one thread: for thousands of tiny operations, waking threads costs more than the operations."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -148,7 +148,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:
-    """Sites of one model by structure alone: its modules, their producers and consumers, which folds are legal."""
+    """Sites of one model, found by structure alone: producers, consumers, and which folds are legal; none is proved."""
     with plain_functions(model):
         observed = observe(model, inputs, with_labels=True)
     mode, labels = observed.mode, observed.labels
@@ -177,7 +177,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     skipped = {n: r for n, r in observed.lookalikes.items() if n not in owners} | rejected | functions
     config = getattr(model, "config", None)
     gated, activations = tuple(with_form(model, site) for site in labels.gated_sites()), labels.activation_sites()
-    # Other patches have these modules.
+    # Modules of other sites are left out of `chained`: other patches rewrite them.
     known = {each.name for each in norms} | {each.name for each in observed.functions}
     known |= {each.name for each in gated if each.form is not None} | {x.name for x in activations if x.is_module}
     sites = Sites(
@@ -203,8 +203,8 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
 
 
 def _calls_ctc_loss(model: nn.Module) -> bool:
-    """By the names in its forward and in its loss function: no call of the walk has labels."""
-    # A model whose loss has no name would warn, and give the loss of a language model.
+    """Whether the forward or loss function of `model` names a CTC loss; no call of the walk has labels to show it."""
+    # Without a loss_type, loss_function would warn and return the loss of a language model.
     loss = getattr(model, "loss_function", None) if getattr(model, "loss_type", None) else None
     functions = (inspect.unwrap(each) for each in (type(model).forward, loss) if each)
     return any("ctc_loss" in getattr(getattr(each, "__code__", None), "co_names", ()) for each in functions)
@@ -223,7 +223,7 @@ def _hidden_size(config: Any, norms: Sequence[NormSite]) -> int:
 
 
 def _unseen(model: nn.Module, observed: Observed) -> str:
-    """One sentence on the modules with weights that no call reached, where they have a tenth of the parameters."""
+    """One sentence on the modules that no call reached, if they hold at least `_LARGE_PART` of the parameters."""
     own = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
     visited, read = observed.mode.visited, observed.mode.parameters.read
     reached = read.union(id(each) for name in visited for each in own.get(name, ()))  # by another module, if tied
@@ -239,7 +239,7 @@ def _unseen(model: nn.Module, observed: Observed) -> str:
     left = {name: sum(each.numel() for each in its if is_left(name, each)) for name, its in own.items()}
     left_out = [name for name, size in left.items() if size]
     share = sum(left[name] for name in left_out) / max(1, sum(each.numel() for each in model.parameters()))
-    if share < _LARGE_PART or not observed.calls:  # without any call, a note says so
+    if share < _LARGE_PART or not observed.calls:  # if no call ran at all, `_notes` reports it
         return ""
     errors = [outcome for _, outcome in observed.traces if outcome != "ok"]
     why = errors[-1] if errors else "the inputs that were tried do not lead there"

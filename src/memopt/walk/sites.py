@@ -1,4 +1,4 @@
-"""What the walk finds: plain data about a model, with no module and no tensor in it.
+"""The results of the walk: plain data about a model, with no module and no tensor in it.
 
 A *site* is a place of the model that a rewrite may change (a norm, a gated MLP, an activation, a
 linear, a dropout, the loss head). Sites are found by observing the data flow (`memopt.walk.flow.shadow`)
@@ -14,14 +14,14 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
-#: ``rms`` and ``layer`` have a formula, which the norm operator of memopt computes. ``gated`` normalises one tensor and
-#: gates it with another, ``channels`` scales dimension 1, ``heads`` has a scale for every channel of every head,
-#: ``other`` computes something else of one tensor: of these kinds only the scale and shift are known.
+#: ``rms`` and ``layer`` have a formula, which memopt's norm operator computes. Of the other kinds only the scale and
+#: shift are known: ``gated`` normalises one tensor and gates it with another, ``channels`` scales dimension 1,
+#: ``heads`` has a scale for every channel of every head, ``other`` computes anything else from one tensor.
 NormKind = Literal["rms", "layer", "gated", "channels", "heads", "other"]
 #: Where a norm rounds to the compute dtype: ``"before"`` the scale (weight * x_hat.to(dtype)) or
 #: ``"after"`` it ((weight * x_hat).to(dtype)). The two differ by one rounding in 16-bit dtypes.
 CastOrder = Literal["before", "after"]
-#: A gated MLP has two linears, or one whose output's halves are (gate, up) or (up, gate).
+#: A gated MLP has two linears for gate and up, or one linear whose output's halves are (gate, up) or (up, gate).
 GatedForm = Literal["separate", "gate_up", "up_gate"]
 
 #: Why a batch norm has no `NormSite`.
@@ -29,7 +29,7 @@ BATCH_STATISTICS = "it normalises over the batch, and keeps statistics of it"
 
 
 def parent(name: str) -> str:
-    """The module around the module `name`."""
+    """Name of the module around the module `name`."""
     return name.rpartition(".")[0]
 
 
@@ -49,8 +49,8 @@ class Consumer:
     axis: int
     """Axis of the weight that is contracted with the norm's channels."""
     channels: tuple[int, ...] | None = None
-    """Norm channel read by each coordinate along ``axis``, -1 where it reads something else; None when it is 0, 1, 2,
-    ... in order."""
+    """Norm channel read by each coordinate along ``axis``, -1 where it reads something else; None when the channels
+    are 0, 1, 2, ... in order."""
     bias: str | None = None
     """Name of the bias added to this product; None when it has none."""
     scale: float = 1.0
@@ -58,7 +58,7 @@ class Consumer:
     accepts_bias: bool = True
     """Whether a norm bias may be folded through (no padding, mask or dropout in between)."""
     needs_bias: bool = True
-    """False where a norm bias may be dropped from this product, which has no bias: no output depends on it (keys)."""
+    """False where the product has no bias and a norm bias may be dropped from it: no output depends on it (keys)."""
     same_storage: bool = True
     """Whether the contraction reads the norm's output itself (a view of it), not a copy."""
 
@@ -72,7 +72,7 @@ class Reach:
     operation: str
     module: str
     auxiliary: bool = False
-    """True for a secondary output: an inner model's, or a hidden state next to logits."""
+    """True for a secondary output: an output of an inner model, or a hidden state next to logits."""
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -87,7 +87,7 @@ class NormSite:
     kind: NormKind
     hidden_size: int
     eps: float | None
-    """None for the machine epsilon of the dtype that the statistics are computed in; 0 without a formula."""
+    """None for the machine epsilon of the dtype of the statistics; 0 for kinds without a formula."""
     weight: str | None
     """Parameter name of the scale; None for a norm without one."""
     bias: str | None = None
@@ -96,21 +96,21 @@ class NormSite:
     cast: CastOrder = "after"
     consumers: tuple[Consumer, ...] = ()
     reaches: tuple[Reach, ...] = ()
-    """What else the output reaches; a fold needs this to be empty."""
+    """Operations other than linears that the output reaches; a fold needs all of them to be `auxiliary`."""
     fold_obstacles: tuple[str, ...] = ()
     """Why the affine cannot be folded into the consumers, in plain words; empty when it can."""
     cautions: tuple[str, ...] = ()
-    """What else a fold would change, though not the function of the model: hidden states, in plain words."""
+    """Hidden states that a fold would change without changing the function of the model, in plain words."""
     executed: bool = True
     """False when no forward of the walk ran this module."""
     intermediates: bool = True
-    """Whether the stock module saves more than its input for backward; not measured where there is a formula."""
+    """Whether the stock module saves more than its inputs for backward; not measured for kinds with a formula."""
     proof: float | None = None
     """Largest relative difference of any output after the fold, in fp64 on the twin; None if not proved."""
 
     @property
     def has_formula(self) -> bool:
-        """Whether memopt's norm operator computes it; the forward of others is recomputed in backward."""
+        """Whether memopt's norm operator computes this norm; the forward of other norms is recomputed in backward."""
         return self.kind in ("rms", "layer")
 
     @property
@@ -120,7 +120,7 @@ class NormSite:
 
     @property
     def foldable_with_cautions(self) -> bool:
-        """Whether a fold leaves the function of the model as it is, cautions aside."""
+        """Whether a fold keeps the function of the model; it may change hidden states (`cautions`)."""
         return not self.fold_obstacles and self.weight is not None
 
     @property
@@ -135,26 +135,26 @@ class ActivationSite:
     """An elementwise nonlinearity, run by a module of its own or by a function inside another one."""
 
     name: str
-    """Module name (its own, or that of the module whose forward called the function)."""
+    """Name of the module, or of the module whose forward called the function."""
     kind: str
     """``gelu_erf``, ``gelu_tanh``, ``quick_gelu``, ``silu``, ``relu``, ``relu2``, ... or ``other``."""
     is_module: bool
     operations: int = 1
-    """Number of aten operations; with more than one, autograd saves intermediates."""
+    """Number of aten operations, views and casts not counted; with more than one, autograd saves intermediates."""
     replays: bool = True
     """False for a module that is random, depends on train mode or writes into its input: it cannot be recomputed."""
     in_place: bool = False
-    """Whether it is a module that could be recomputed if it did not write into its input."""
+    """Whether the module writes into its input, and could be recomputed if it did not."""
     parameters: bool = False
     """Whether the module has parameters: scalars, or one number for each channel."""
     linear: str | None = None
-    """Child, a linear, of whose output the module is a function; None where it is a function of its input."""
+    """Child, a linear, whose output the activation reads; None where the activation reads the module's input."""
     source: str | None = None
     """Weight of the linear whose output it reads; None when it reads something else."""
     next_linear: str | None = None
     """Weight of the linear that reads its output directly; None when something else does."""
     copied: bool = False
-    """Whether that linear reads a copy: padded, or in another layout."""
+    """Whether `next_linear` reads a copy of the output: padded, or in another layout."""
     gated_mlp: str | None = None
     """Name of the gated MLP that it belongs to."""
 
@@ -167,8 +167,8 @@ class ActivationSite:
 
     @property
     def gains_alone(self) -> bool:
-        """Whether its module saves less once it is rewritten, whatever reads its output: a single operation saves its
-        input only, and its output is a matter of its readers, unless the next linear reads a copy of it."""
+        """Whether a rewrite makes the module save less whatever reads its output. A single operation saves its input
+        only, and the output is saved by its readers: a rewrite gains if the next linear reads a copy of the output."""
         return self.operations > 1 or self.parameters or (self.copied and not self.saves_its_output)
 
 
@@ -183,7 +183,7 @@ class GatedMLPSite:
     gate: str
     up: str
     down: str | None
-    """Parameter names; gate == up when they are fused in one weight."""
+    """`gate`, `up`, `down`: parameter names; gate == up when they are fused in one weight."""
     form: GatedForm | None = None
     """None unless the module's forward is down(between(act(gate(x)) * up(x))) and nothing else."""
     act: str | None = None
@@ -217,13 +217,13 @@ class LinearSite:
     input_shared_with: tuple[str, ...] = ()
     """Weights of other linears that read the same storage."""
     saved_by: tuple[str, ...] = ()
-    """Operations other than linears that save that storage when the stock model trains, as ``"relu in mlp.act"``."""
+    """Operations other than linears that save the input when the stock model trains, as ``"relu in mlp.act"``."""
     given_to: tuple[str, ...] = ()
-    """Modules around it that take its input as argument, outermost first: their callers reference it meanwhile."""
+    """Modules around the linear that take its input as argument, outermost first; their callers hold it meanwhile."""
     output_module: str = ""
-    """The module that computes its output, adapters included, from its input; empty where none does that alone."""
+    """Module that computes the linear's output, adapters included, from its input alone; empty where there is none."""
     output_saved_by: tuple[str, ...] = ()
-    """Operations other than linears that save the output of that module when the stock model trains."""
+    """Operations, linears included, that save the output of `output_module` when the stock model trains."""
 
 
 @dataclass(frozen=True)
@@ -240,13 +240,13 @@ class LossHead:
     parameter: str
     vocab_size: int
     module: str = ""
-    """The module whose forward contracts it; "" where that is the model itself."""
+    """The module whose forward contracts the weight; "" for the model itself."""
     tied_to: str | None = None
     """Name of the embedding that shares this weight."""
     operations: tuple[str, ...] = ()
-    """What the forward does to each logit, in words: "scale 0.25", "cap 30"."""
+    """Operations that the forward applies to each logit, in words: "scale 0.25", "cap 30"."""
     obstacle: str = ""
-    """Why its loss needs, or may have, all logits at once."""
+    """Why the loss is not computed in tiles of logits: it needs all of them at once, or they are small."""
 
 
 #: (name of a Python module, name of a function in it)
@@ -255,7 +255,7 @@ FunctionName = tuple[str, str]
 
 @dataclass(frozen=True)
 class FunctionSite:
-    """A module whose forward calls pure functions that save more for backward than their arguments."""
+    """A module whose forward calls pure functions that save large intermediates (`memopt.walk.flow.functions`)."""
 
     name: str
     functions: tuple[FunctionName, ...]
@@ -273,37 +273,37 @@ class Sites:
     linears: tuple[LinearSite, ...] = ()
     dropouts: tuple[DropoutSite, ...] = ()
     softmaxes: tuple[str, ...] = ()
-    """Names of the modules in whose forward a softmax over more than rows of classes ran; fused attention has none."""
+    """Names of the modules whose forward ran a softmax of more than two dimensions; fused attention has none."""
     functions: tuple[FunctionSite, ...] = ()
     chained: tuple[str, ...] = ()
-    """Names of the modules whose own code saves more for chains of elementwise operations than what these begin with;
-    norms and activations are none."""
+    """Names of the modules whose own code saves more bytes for chains of elementwise operations than the chains' first
+    tensors have; norms, activations and other sites of patches are left out."""
     loss_heads: tuple[LossHead, ...] = ()
     blocks: tuple[str, ...] = ()
     """Names of the repeated blocks, in order of execution."""
     hidden_size: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
-    """(module, reason) of modules that look like a norm and are none that can be rewritten."""
+    """(module, reason) of modules that look like a norm but are not one that can be rewritten."""
     notes: tuple[str, ...] = ()
     """Notes for the user: forwards that failed, modules that never ran, ..."""
     unseen: str = ""
-    """Which large part of the model no call reached, and why: nothing is rewritten there but norms. Empty: none."""
+    """The large part of the model that no call reached, and why; only its norms are rewritten. Empty: no such part."""
     traces: tuple[tuple[str, str], ...] = ()
     """(label, "ok" or the error) of every forward that was tried."""
     brought: tuple[Any, ...] = ()
-    """Sites of kinds that patches bring (`memopt.walk.probes.brought`), in the order of the model's modules."""
+    """Sites of kinds that patches define (`memopt.walk.probes.brought`), in the order of the model's modules."""
 
     def of(self, kind: type[T]) -> tuple[T, ...]:
-        """The sites of a kind that a patch brings."""
+        """The sites of a kind that a patch defines."""
         return tuple(site for site in self.brought if isinstance(site, kind))
 
     def surrounds_blocks(self, name: str) -> bool:
-        """Whether the module `name` is the model itself, or one that blocks are in."""
+        """Whether the module `name` is the model itself or contains blocks."""
         return not name or any(block.startswith(f"{name}.") for block in self.blocks)
 
     @property
     def loss_head(self) -> LossHead | None:
-        """The main one of those whose loss is computed over a vocabulary."""
+        """The main loss head, of the heads without an obstacle; None if there is none."""
         return next((head for head in self.loss_heads if not head.obstacle), None)
 
     @property
@@ -313,5 +313,5 @@ class Sites:
 
     @property
     def ran(self) -> bool:
-        """Whether any forward ran to its end; without one, modules were only probed one by one."""
+        """Whether any forward ran to its end; if none did, modules were only probed one by one."""
         return any(outcome == "ok" for _, outcome in self.traces)

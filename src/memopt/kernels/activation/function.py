@@ -34,7 +34,7 @@ from memopt.recompute.rules import ELEMENTWISE, register_operator
 from memopt.recompute.specs import Recomputed, attach_spec
 from memopt.torch_compat.activations import ACTIVATIONS, Elementwise
 
-#: (dtype of the input, that of autocast) -> dtype of the output.
+#: (dtype of the input, dtype of autocast) -> dtype of the output.
 Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
 
 
@@ -48,8 +48,8 @@ def recomputed_activation(
         function: elementwise, without parameters and without randomness.
         kind: the key of `memopt.torch_compat.activations.ACTIVATIONS` that `function` computes; None if it is none
             of them.
-        found: what calls of this function found out, for its next calls.
-        specifies: the output carries a spec, which holds `z`. Where `z` is recomputed too, that would keep it.
+        found: output dtypes that earlier calls of this function found; this call may add one.
+        specifies: the output carries a spec, which holds `z`. False if `z` is recomputed too: the spec would keep it.
 
     Returns:
         The value of function(z), with its shape and dtype.
@@ -57,7 +57,7 @@ def recomputed_activation(
     compiling = torch.compiler.is_compiling()
     h: Tensor
     dtype = _dtype_of(function, z, found) if kind in ACTIVATIONS and (compiling or runs_triton(z)) else None
-    if compiling:  # in another dtype the compiler decides what to keep
+    if compiling:  # if the output has another dtype, leave it to the compiler what is saved
         return activation(z, kind) if kind is not None and dtype is z.dtype else function(z)
     one_pass = None
     if kind is not None and dtype in (z.dtype, torch.float32):
@@ -74,11 +74,11 @@ def recomputed_activation(
 
 
 def recomputed_relu(z: Tensor, *, in_place: bool = False) -> Tensor:
-    """relu(z), keeping z only, which is recomputed itself. In eager mode.
+    """relu(z), saving only z, which is itself recomputed. For eager mode only.
 
     Args:
         z: any shape, floating point.
-        in_place: the output gets the memory of `z`, which nobody else may have.
+        in_place: the output gets the memory of `z`, which nothing else may use.
     """
     steps = _steps("relu", z.dtype)
     recomputed = Recomputed(_relu_again)
@@ -93,8 +93,8 @@ def _steps(kind: str, dtype: torch.dtype) -> Steps:
 
 
 def _dtype_of(function: Elementwise, z: Tensor, found: Dtypes | None) -> torch.dtype:
-    """The dtype of function(z). A module may compute in fp32 and leave it so, and under autocast some operations (a
-    power, a softplus) return fp32."""
+    """The dtype of function(z). A module may compute in fp32 and return fp32; under autocast some operations (a power,
+    a softplus) return fp32."""
     form = z.dtype, autocast_dtype(z)
     if form == (torch.float32, None):
         return z.dtype
@@ -106,7 +106,7 @@ def _dtype_of(function: Elementwise, z: Tensor, found: Dtypes | None) -> torch.d
 
 
 class ActivationFunction(DirectFunction):
-    """Keeps z; differentiates `function` again in backward."""
+    """Saves z; backward runs `function` again and differentiates it."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, function: Elementwise, recomputed: Recomputed) -> Tensor:
@@ -147,20 +147,20 @@ def recompute_activation(function: Elementwise, z: Tensor, autocast: torch.dtype
 
 
 class KernelActivationFunction(SavedInputsFunction):
-    """Keeps z; one kernel forward, one backward."""
+    """Saves z; forward and backward are one kernel each."""
 
 
 register_operator("KernelActivationFunctionBackward", ELEMENTWISE)
 
 
 def _relu_again(z: Tensor) -> Tensor:
-    """relu(z), in the memory of z where that was recomputed for this alone."""
+    """relu(z), written over z if nothing else holds z (it was recomputed for this call alone)."""
     return z.data.clamp_min_(0) if may_be_overwritten(z) else _value(z, kind="relu", dtype=z.dtype)
 
 
 class ReluFunction(SavedInputsFunction):
-    """Keeps z, which is recomputed; its backward reads h where a reader has recomputed that, and else z: z > 0 where
-    h > 0."""
+    """Saves z, which is itself recomputed. Its backward reads h if a reader has recomputed h, else z: both are > 0 at
+    the same elements."""
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
@@ -173,12 +173,12 @@ class ReluFunction(SavedInputsFunction):
 
 
 class InPlaceReluFunction(ReluFunction):
-    """The same, whose output has the memory of z."""
+    """:class:`ReluFunction` with an output in the memory of z."""
 
     @staticmethod
     def forward(ctx: Any, steps: Steps, recomputed: Recomputed, *inputs: Tensor) -> Tensor:
         def write(z: Tensor) -> Tensor:
-            # Neither z nor the output counts as written to: what was changed in place is not recomputed.
+            # With `.data` neither z nor the output counts as changed in place: such a tensor would not be recomputed.
             return z.data.clamp_min_(0).data
 
         output = SavedInputsFunction.forward(ctx, steps._replace(value=write), recomputed, *inputs)
@@ -191,7 +191,7 @@ for _node in ("ReluFunctionBackward", "InPlaceReluFunctionBackward"):
 
 
 def _value(z: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """f(z) in `dtype`: that of z, or fp32."""
+    """f(z) in `dtype`, which is the dtype of z or fp32."""
     if runs_triton(z):
         h: Tensor = _kernels().launch_forward(z, kind, dtype)
         return h
@@ -202,9 +202,9 @@ def _value(z: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 def _gradients(
     dh: Tensor, z: Tensor, *, kind: str, recompute: bool, owns_dh: bool = False, given_once: bool = False
 ) -> tuple[tuple[Tensor], Tensor | None]:
-    """dz and, with `recompute`, h; one of them takes the place of dh if nobody else has it and it fits."""
+    """dz and, with `recompute`, h (else None). With `owns_dh` one of them may be written over dh, if it fits."""
     if runs_triton(dh, z):
-        # The kernel has read what it writes over.
+        # The kernel reads each element of z before it overwrites it.
         out = z.detach() if given_once and may_be_overwritten(z) else None
         fits = dh.dtype == z.dtype and dh.is_contiguous() and z.is_contiguous()
         if out is None and owns_dh and not recompute and fits:

@@ -48,7 +48,7 @@ def activation_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(z: Tensor, kind: str, dtype: torch.dtype | None = None) -> Tensor:
-    """h = f(z) in `dtype`, by default that of z, and (where z has no gaps) with the strides of z.
+    """h = f(z) in `dtype`, by default the dtype of z, and (if z has no gaps) with the strides of z.
 
     Moves z.element_size() bytes per element in and h.element_size() out, which is the floor.
     """
@@ -77,7 +77,7 @@ def launch_backward(
     of z.
 
     Moves dh and z in and dz and h out, once each, which is the floor. `dh` may be expanded. With `overwrites_dh` h is
-    written over dh, if it fits there: a program has read its elements by then. `out`, for dz, may be z itself.
+    written over dh, if it fits: each program has read its elements of dh by then. `out`, for dz, may be z itself.
     """
     dz = torch.empty_like(z) if out is None else out
     h = None
@@ -88,7 +88,7 @@ def launch_backward(
         return dz, h
     tiles = tiling("activation_backward", z, dh, dz)
     if tiles is None:
-        # The rows of z and dz are read as they are where dh alone stands in the way.
+        # If only dh has no rows, copy dh alone; z and dz are used in place.
         dh = in_rows(dh)
         tiles = tiling("activation_backward", z, dh, dz)
     if tiles is None:

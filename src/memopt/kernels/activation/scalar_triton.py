@@ -1,8 +1,8 @@
 """The known activations inside a Triton kernel: value, slope and gradient of one element, fp32 in and out.
 
-The definitions are those of `memopt.torch_compat.activations`; NaN and infinity give what PyTorch gives. Only
-operations that every back end and the interpreter have are used (no libdevice), so tanh, expm1 and log1p are made of
-exp here, in forms that neither overflow nor cancel.
+The definitions are those of `memopt.torch_compat.activations`; results for NaN and infinity are PyTorch's. The kernels
+use only operations that every back end and the interpreter have (no libdevice). So tanh, expm1 and log1p are computed
+from exp here, in forms that neither overflow nor cancel.
 """
 
 from __future__ import annotations

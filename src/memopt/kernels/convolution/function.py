@@ -1,10 +1,10 @@
-"""A convolution whose backward computes the gradient of its weight first, and then needs its input no more.
+"""A convolution whose backward computes the weight's gradient first, and then frees its input.
 
     forward     y = conv(x, W) + b
-    backward    dW from dy and x, db = sum of dy; x is let go; dx from dy and W
+    backward    dW from dy and x, db = sum of dy; x is freed; dx from dy and W
 
-PyTorch's own backward is one operation, during which x and dx live both. Where x is recomputed in backward, it is a
-tensor that nobody else holds.
+PyTorch's own backward is one operation, in which x and dx are alive together. If backward has recomputed x, nothing
+else holds it, so freeing it saves memory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ConvolutionFunction(DirectFunction):
         with autocast_as(None, dy):
             if of_weight or of_bias:
                 _, dweight, dbias = _backward(ctx, dy, x, weight, (False, of_weight, of_bias))
-            # Its shape is all that is read of it, as `torch.nn.grad` knows too.
+            # dx needs only the shape of x; `torch.nn.grad` relies on this too.
             shape = dy.new_empty(1).expand(x.shape)
             del x
             if of_x:

@@ -1,8 +1,8 @@
-"""An activation's derivative in 2, 3, 4 or 8 bits an element, and the gradient from them.
+"""An activation's derivative as codes of 2, 3, 4 or 8 bits an element, and the gradient computed from these codes.
 
 The codes of each activation, their packing and the reference in PyTorch; `memopt.kernels.derivative_codes.schemes`
-defines codes. Thresholds and levels are fitted by `memopt.kernels.derivative_codes.fit` (codes.json), but for the
-published ones. Nothing here imports Triton.
+defines codes. `memopt.kernels.derivative_codes.fit` fits thresholds and levels (codes.json), except the published ones.
+Nothing here imports Triton.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Triton kernels of the codes of an activation's derivative: one packs them, one multiplies a gradient by levels.
+"""Triton kernels of the codes of an activation's derivative: one packs codes, one multiplies a gradient by levels.
 
 A program works on the 1024 elements that share a flag, in logical order. Thresholds, levels and the kind are constants
-of the kernel, so nothing is copied to the device, and a captured graph refers to no tensor that could be freed.
+of the kernel. So nothing is copied to the device, and a captured CUDA graph refers to no tensor that could be freed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memopt.kernels.base.rows import rows_of
 from memopt.kernels.base.tiles_triton import offsets, on_device_of, read
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, DerivativeCode, fp32_below
 
-#: The same number of threads for warps of 32 and 64: each reads one vector of a 16-bit tensor.
+#: Equally many threads for warps of 32 and of 64: each thread reads one vector of a 16-bit tensor.
 _WARPS = 2 if torch.version.hip else 4
 
 
@@ -190,7 +190,7 @@ def launch_apply(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
 
 
 def _in_logical_order(tensor: Tensor) -> tuple[Tensor, tuple[int, int, int, int, int, int]]:
-    """The tensor, or a contiguous copy where it has no rows; the length of a row and the `Rows`."""
+    """The tensor, or a contiguous copy if it has no rows (`rows_of`); and its length of a row with the `Rows`."""
     rows = None if tensor.is_contiguous() else rows_of(tensor)
     if rows is None:
         return tensor.contiguous(), (1, 1, 1, 0, 0, 0)

@@ -17,15 +17,15 @@ from torch import Tensor
 from memopt.kernels.derivative_codes.schemes import CodeError, bits_of, derivative
 from memopt.torch_compat.activations import ACTIVATIONS, Elementwise
 
-#: The kinds with a continuous derivative that has two different limits. With equal ones (tanh, sigmoid) the best steps
-#: are not unique: the mirror image is as good.
+#: The kinds with a continuous derivative that has two different limits. With equal limits (tanh, sigmoid) the best
+#: steps are not unique: the mirror image is as good.
 KINDS = tuple(
     kind for kind, row in ACTIVATIONS.items() if row.continuous and row.slopes is not None and len({*row.slopes}) == 2
 )
 
 _CELLS = 1600
 DECIMALS = 12
-#: Where the derivative counts as its limit.
+#: Distance from 0 at which the derivative counts as its limit.
 _FAR = 64.0
 _NORMAL_RANGE, _NORMAL_POINTS = 10.0, 2**20 + 1
 
@@ -85,7 +85,7 @@ def _limits(function: Elementwise) -> tuple[float, float]:
 
 
 def _reach(function: Elementwise, limits: tuple[float, float]) -> float:
-    """How far from 0 the derivative still differs from its limits."""
+    """The distance from 0 within which the derivative differs from its limits."""
     for reach in (8.0, 16.0, 32.0):
         ends = derivative(function, torch.tensor([-reach, reach], dtype=torch.float64)).tolist()
         if all(abs(end - limit) < 1e-3 for end, limit in zip(ends, limits, strict=True)):

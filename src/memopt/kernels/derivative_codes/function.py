@@ -25,7 +25,7 @@ from memopt.torch_compat.activations import Elementwise
 
 
 class CodeSlot(Protocol):
-    """Where the input of an activation is saved."""
+    """The slot in which the input of an activation is saved."""
 
     is_coded: bool
 

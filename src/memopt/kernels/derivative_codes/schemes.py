@@ -43,7 +43,7 @@ PUBLISHED["quick_gelu"] = (*PUBLISHED["silu"][:2], tuple(c / 1.702 for c in PUBL
 
 
 class CodeError(MemoptError, ValueError):
-    """There is no such code of this activation."""
+    """The activation has no such code."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,17 @@ class DerivativeCode:
     bits: int
     """1, 2, 3, 4 or 8."""
     thresholds: tuple[float, ...]
-    """Of a step code, rising; empty for a value code."""
+    """Rising thresholds of a step code; empty for a value code."""
     levels: tuple[float, ...]
-    """The 2**bits values of the derivative, by code. Those of a value code are equally spaced and exact in fp32."""
+    """The 2**bits values of the derivative, by code. A value code's levels are equally spaced and exact in fp32."""
     error: float = math.nan
     """Relative RMS error of the derivative for z ~ N(0, 1)."""
     function: Elementwise | None = field(default=None, repr=False)
-    """The activation, where `kind` is "other"."""
+    """The activation, if `kind` is "other"."""
 
     @property
     def scheme(self) -> str:
-        """The scheme by which `derivative_code` finds it: published codes have names of their own."""
+        """The scheme for `derivative_code` that finds this code: published codes have names of their own."""
         return self.name if self.name in SCHEMES else "published"
 
     @property
@@ -79,7 +79,7 @@ class DerivativeCode:
         return -(-elements * self.bits // 8)
 
     def packed_bytes(self, elements: int) -> int:
-        """Bytes that :func:`encode` gives for so many elements."""
+        """Bytes of the result of `encode` for so many elements: codes and flags."""
         return self.code_bytes(elements) - (-elements // FLAG_GROUP)
 
 

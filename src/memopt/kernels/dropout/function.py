@@ -3,12 +3,12 @@
     forward   y_i = x_i * m_i          backward   dx_i = dy_i * m_i
     m_i = 1 / (1 - p)  where uniform(i, seed) >= p,  else 0
 
-i is the element's index in logical order and `uniform` that of `memopt.kernels.base.counter`, so the mask is a function
-of the seed and is not saved. Where x can be recomputed, so can y: after the output of an activation, a norm or a
-softmax it is a handle inside a `memopt.saved.RecomputeScope` (`memopt.recompute.graph`).
+i is the element's index in logical order and `uniform` is `memopt.kernels.base.counter.uniform`, so the mask is a
+function of the seed and is not saved. If x can be recomputed, so can y: if x is the output of an activation, a norm or
+a softmax, readers of y save a handle inside a `memopt.saved.RecomputeScope` (`memopt.recompute.graph`).
 
-Products are rounded as by PyTorch's dropout with that mask: on a CPU 1 / (1 - p) is rounded to the dtype of x first,
-elsewhere to fp32.
+Products have the rounding of PyTorch's dropout with the same mask: on a CPU 1 / (1 - p) is first rounded to the dtype
+of x, elsewhere to fp32.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from memopt.kernels.base.precision import accumulation_dtype
 from memopt.recompute.rules import MASKED
 from memopt.torch_compat import no_dispatch
 
-#: Elements whose random numbers the reference draws at a time: they fit a CPU's cache.
+#: Elements for which the reference draws random numbers at a time: they fit into a CPU's cache.
 _CHUNK = 2**18
 
 
 class Mask(NamedTuple):
-    """The factors of a tensor's elements. Equal masks give equal results on any device."""
+    """The factors m_i of a tensor's elements. Equal masks give equal results on any device."""
 
     seed: int
     p: float
@@ -64,7 +64,7 @@ def seeded_dropout(x: Tensor, p: float, seed: int) -> Tensor:
         seed: any integer, modulo 2**64; the same one gives the same mask for the same shape.
 
     Returns:
-        The shape, dtype and (where it is dense) strides of x. It can be differentiated twice.
+        y, with the shape, dtype and (if x is dense) strides of x. It can be differentiated twice.
 
     Raises:
         ValueError: p is outside of [0, 1], or x is not floating point.

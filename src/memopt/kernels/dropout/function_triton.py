@@ -11,7 +11,7 @@ from memopt.kernels.base.counter_triton import uniform
 from memopt.kernels.base.rows import laid_out_like
 from memopt.kernels.base.tiles_triton import offsets, on_device_of, read, tile, tiling, write
 
-#: The kernel whose tiles are used: there too a thread has one vector of each tensor, which leaves registers to draw.
+#: The kernel whose tiles are used: its threads have one vector of each tensor, which leaves registers for the drawing.
 _TILES_OF = "activation_backward"
 
 
@@ -41,7 +41,7 @@ def launch_dropout(x: Tensor, seed: int, threshold: float, scale: float) -> Tens
     y = torch.empty_like(x)
     if not x.numel():
         return y
-    # Contiguous, so that tiles are flat only where the order in memory is the order of the index.
+    # A contiguous tensor, so that tiles are flat only if the order in memory is the order of the index.
     logical = torch.empty(x.shape, dtype=x.dtype, device="meta")
     tiles = tiling(_TILES_OF, x, y, logical)
     if tiles is None:

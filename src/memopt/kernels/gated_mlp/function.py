@@ -69,8 +69,8 @@ def gated_linear(
         weight, bias: of the linear; (out, intermediate) and (out,) or None.
 
     Returns:
-        y (..., out); None if the linear has to run on its own: where a dtype differs (under autocast, that of gate
-        or up from autocast's), and where the weight is frozen or not plain.
+        y (..., out); None if the linear has to run on its own: if a dtype differs (under autocast: gate's or up's
+        from autocast's), or if the weight is frozen or not plain.
     """
     if up is None:
         _check_halves(gate)
@@ -84,7 +84,7 @@ def gated_linear(
     return fused_linear(steps.differentiate, steps.value, weight, bias, *inputs)
 
 
-# Below, `up` is None if `gate` holds both halves. `gate_first` says nothing where it does not.
+# Below, `up` is None if `gate` holds both halves; only then is `gate_first` read.
 
 
 def _product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tensor:
@@ -100,13 +100,13 @@ def _product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Te
 
 @functools.cache
 def _steps(kind: str, gate_first: bool, are_halves: bool) -> Steps:
-    """The product from gate and up, or from both in one tensor, whose gradient does not fit into the place of dh."""
+    """The steps of the product. The gradient of one tensor with both halves is too large to be written over dh."""
     value = functools.partial(_value, kind=kind, gate_first=gate_first)
     return Steps(value, functools.partial(_gradients, kind=kind, gate_first=gate_first), not are_halves)
 
 
 class GatedProductFunction(SavedInputsFunction):
-    """Keeps gate and up (or both in one)."""
+    """Saves gate and up, or the one tensor that holds both."""
 
 
 register_operator("GatedProductFunctionBackward", PRODUCT)
@@ -133,13 +133,13 @@ def _gradients(
     owns_dh: bool = False,
     given_once: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """dgate and dup, or one tensor of both, and, with `recompute`, h; `owns_dh` if nobody else has that."""
-    # Before there are views of them.
+    """(dgate and dup, or one tensor of both; h with `recompute`, else None). With `owns_dh`, dh may be overwritten."""
+    # Test this before views of the tensors exist.
     alone = given_once and may_be_overwritten(*(tensor for tensor in (gate, up) if tensor is not None))
     z, factor = _halves(gate, up, gate_first)
     by_kernel = z.dtype == factor.dtype and runs_triton(dh, z, factor)
-    overwrites = alone and by_kernel  # which has read what it writes over
-    # A batch of gradients has a dimension that gate and up lack: nothing of their shape can hold it.
+    overwrites = alone and by_kernel  # a kernel reads each element before it overwrites it
+    # A batch of gradients has one more dimension than gate and up, so no tensor of their shape can hold it.
     is_batched = is_legacy_batched(dh)
     both = halves = None
     if up is None and not is_batched:
@@ -188,7 +188,7 @@ def _check_halves(gate_up: Tensor) -> None:
         raise ValueError(f"a tensor of shape {tuple(gate_up.shape)} has no two halves for gate and up")
 
 
-# What torch.compile and its kind see: the same functions as opaque operators, contiguous results.
+# For compilers (torch.compile, torch.export): the same functions as opaque operators with contiguous results.
 
 
 def _contiguous_product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True) -> Tensor:
@@ -198,7 +198,7 @@ def _contiguous_product(gate: Tensor, up: Tensor | None, kind: str, gate_first: 
 def _contiguous_gradients(
     dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, recompute: bool = False
 ) -> list[Tensor]:
-    """dgate (both halves where up is None), dup (where it is not) and h (with `recompute`)."""
+    """dgate (both halves if up is None), dup (if up is not None) and h (with `recompute`)."""
     found, h = _gradients(dh, gate, up, kind=kind, gate_first=gate_first, recompute=recompute)
     return [t.contiguous() for t in (*found, h) if t is not None]
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the gated product: forward, and one backward pass that can make the product again."""
+"""Triton kernels of the gated product: forward, and one backward pass that can also recompute the product."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def launch_backward(
 
     Args:
         out: where to write dgate and dup: evenly spaced rows with the shape and dtype of gate. Contiguous by default.
-        overwrites_dh: write h over dh, if it fits there: a program has read its elements by then.
+        overwrites_dh: write h over dh, if it fits there: each program has read its elements of dh by then.
     """
     if out is None:
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)

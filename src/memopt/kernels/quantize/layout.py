@@ -22,4 +22,4 @@ class Quantized:
     scales: Tensor
     """(ceil(elements / GROUP), 2): minimum and step of each group. fp32, and fp64 for an fp64 tensor."""
     dtype: torch.dtype
-    """That of the original."""
+    """The dtype of the original tensor."""

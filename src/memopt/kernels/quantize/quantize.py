@@ -3,9 +3,9 @@
     code = floor((x - low) / step + u)      low = min(x)
        x ~ low + code * step                step = (max(x) - low) / 255
 
-with one `low` and `step` for each group of 128 consecutive elements, so that an outlier widens its own group alone. u
-is uniform in [0, 1): rounding at random is unbiased, to within the rounding of the arithmetic. The method is Mesa's
-(https://arxiv.org/abs/2111.11124), with the tensor's own range in place of a running one.
+with one `low` and `step` for each group of 128 consecutive elements, so that an outlier widens only its own group. u is
+uniform in [0, 1): stochastic rounding is unbiased, up to the rounding of the arithmetic. The method is Mesa's
+(https://arxiv.org/abs/2111.11124), with the tensor's own range in place of a running range.
 
 The PyTorch reference here and the Triton kernels give the same bytes: the same roundings in the same order.
 """
@@ -21,24 +21,24 @@ from memopt.kernels.base.device import runs_triton, skips_pieces
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.quantize.layout import GROUP, LEVELS, Quantized
 
-#: Elements that the reference quantises at a time, with about forty bytes of temporaries for each: at most, at least,
-#: and into how many parts a tensor is divided in between.
+#: Most and least elements that the reference quantises at a time, and the number of parts of a tensor between these
+#: limits. It has about forty bytes of temporaries for each element.
 _CHUNK, _LEAST_CHUNK, _CHUNKS = 2**20, 2**15, 64
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def quantize(x: Tensor, seed: int) -> Quantized:
-    """The codes of `x`.
+    """Quantise `x`.
 
     A group with a NaN or an infinity, or a range beyond fp32 (for fp64, beyond fp64), dequantises to NaN as a whole. A
     constant group dequantises to itself.
 
     Args:
         x: fp16, bf16, fp32 or fp64, one-dimensional and contiguous.
-        seed: of the rounding; the same seed gives the same codes.
+        seed: seed of the stochastic rounding; equal seeds give equal codes.
 
     Raises:
-        ValueError: `x` is not as above.
+        ValueError: `x` has another dtype, several dimensions, or is not contiguous.
     """
     if x.dtype not in _DTYPES or x.dim() != 1 or not x.is_contiguous():
         raise ValueError(
@@ -71,7 +71,7 @@ def _quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(x.numel(), dtype=torch.uint8)
     scales = x.new_empty(-(-x.numel() // GROUP), 2, dtype=accumulation_dtype(x.dtype))
     if skips_pieces(x):
-        return codes, scales  # as where Triton runs, nothing else is allocated
+        return codes, scales  # as with Triton kernels, nothing else is allocated
     chunk = _chunk_of(x.numel())
     for start in range(0, x.numel(), chunk):
         part = x[start : start + chunk]
@@ -84,7 +84,7 @@ def _quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_of(numel: int) -> int:
-    """Elements at a time, whole groups: random numbers are 64-bit integers here, several for each element."""
+    """Elements at a time, in whole groups; few, since drawing takes several 64-bit integers for each element."""
     return min(max(numel // _CHUNKS, _LEAST_CHUNK), _CHUNK) // GROUP * GROUP
 
 
@@ -107,9 +107,9 @@ def _range(groups: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
     counted = inside & finite
     low = groups.where(counted, torch.inf).amin(1, keepdim=True)
     high = groups.where(counted, -torch.inf).amax(1, keepdim=True)
-    # The minimum of 0 and -0 may be either.
+    # The minimum of 0 and -0 may be either of them: make both 0.
     low, high = low.where(low != 0, 0.0), high.where(high != 0, 0.0)
-    # A tensor, since CUDA multiplies by the reciprocal of a number.
+    # Divide by a tensor: for a number, CUDA multiplies by its reciprocal.
     step = (high - low) / torch.full_like(low, LEVELS)
     sound = (finite | ~inside).all(1, keepdim=True) & (low + LEVELS * step).isfinite()
     return low, step.where(sound, torch.nan)
@@ -123,5 +123,5 @@ def _encode(groups: Tensor, low: Tensor, step: Tensor, start: int, seed: int) ->
     index = torch.arange(start, start + groups.numel(), device=groups.device).view_as(groups)
     # Distributed as floor(position + u), without the rounding of that sum.
     up = uniform(index, seed) < position - below
-    # The quotient of the largest element may be rounded above LEVELS.
+    # Rounding may put the quotient of the largest element above LEVELS.
     return (below + up).clamp(0, LEVELS).to(torch.uint8)

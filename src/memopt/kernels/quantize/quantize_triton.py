@@ -1,6 +1,6 @@
 """Triton kernels of `memopt.kernels.quantize.quantize`: one row of a tile is one group of elements.
 
-They give the bytes of the PyTorch reference: IEEE division, and no fused multiply-add.
+Their results equal the PyTorch reference's byte for byte: they use IEEE division, and no fused multiply-add.
 """
 
 from __future__ import annotations

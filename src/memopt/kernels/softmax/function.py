@@ -3,9 +3,9 @@
     forward     y = softmax(x)
     backward    dx = y (dy - sum(dy y))             x and y recomputed, once for all that read y
 
-For attention scores x = q k^T scale + mask, whose factors the product saves anyway: what FlashAttention (Dao et al.
-2022, arXiv:2205.14135) does inside of one kernel, for whatever stands between product and softmax in a model's code.
-The (..., L, S) probabilities are not saved, for one product and one softmax more.
+For attention scores x = q k^T scale + mask: the product saves q and k anyway, so the (..., L, S) probabilities need not
+be saved, at the cost of one more product and softmax. FlashAttention (Dao et al. 2022, arXiv:2205.14135) does this in
+one kernel; here a model's code may have any operations between product and softmax.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def recomputed_softmax(x: Tensor, dim: int, dtype: torch.dtype, compute: Compute
     Args:
         x: floating point, of any shape.
         dtype: of the output, as wide as `x` or wider.
-        compute: gives `x` from `read` and from what nodes before `x` have saved.
+        compute: computes `x` from `read` and from saved tensors of nodes before `x`.
         read: tensors of any shape, without a graph.
 
     Returns:
@@ -44,7 +44,7 @@ def recomputed_softmax(x: Tensor, dim: int, dtype: torch.dtype, compute: Compute
 
 
 class RecomputedSoftmaxFunction(DirectFunction):
-    """Saves what its input is recomputed from, where nobody else does."""
+    """Saves the tensors that recompute its input, apart from those that earlier nodes save."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, compute: Compute, *read: Tensor) -> Tensor:
@@ -64,13 +64,13 @@ class RecomputedSoftmaxFunction(DirectFunction):
 
 
 def recomputed_tanh(x: Tensor, compute: Compute, read: Sequence[Tensor]) -> Tensor:
-    """``torch.tanh(x)`` of attention scores that are capped; arguments and result as `recomputed_softmax`'s."""
+    """``torch.tanh(x)`` of soft-capped attention scores. Arguments and result are as in `recomputed_softmax`."""
     y: Tensor = RecomputedTanhFunction.apply(x, compute, *read)
     return y
 
 
 class RecomputedTanhFunction(DirectFunction):
-    """Saves what its input is recomputed from. The softmax behind it, which needs y too, recomputes it first."""
+    """Saves the tensors that recompute its input. The softmax after it needs y too, and recomputes y first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, compute: Compute, *read: Tensor) -> Tensor:
@@ -98,12 +98,12 @@ def _capped(node: Node) -> Tensor:
 
 @recomputable("RecomputedSoftmaxFunctionBackward", PROBABILITIES)
 def _output(node: Node) -> Tensor:
-    node.kept = _kept(node)  # the node's own backward comes next
+    node.kept = _kept(node)  # for the node's own backward, which runs next
     return _softmax(node, node.kept) if _widens(node) else node.kept
 
 
 def _kept(node: Node) -> Tensor:
-    """The recomputed output, or where that is wider the input, which is half as large."""
+    """The recomputed output; if its dtype is wider than the input's, the recomputed input, which is half as large."""
     kept: Tensor | None = node.kept
     if kept is None:
         kept = node.compute(node.saved_tensors)
@@ -129,6 +129,6 @@ def _gradient(node: Node, dy: Tensor, kept: Tensor) -> Tensor:
 
 
 def _by_rows(node: Node, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`function` of tensors of one shape, without an intermediate of their size."""
+    """`function` of tensors of one shape, by parts if a wide intermediate of full size would be needed."""
     in_parts = node.dim == -1 and _widens(node) and not is_batched(tensors)
     return elementwise(function, *tensors) if in_parts else function(*tensors)

@@ -283,9 +283,9 @@ class Source:
             return
         raise RuntimeError(
             "These logits were never computed, and the weights of their head, or its input, were changed in place "
-            "or replaced since its forward (by an optimizer's step, for example, which is a part of backward where gradients "
-            "are released). Read outputs.logits before that, as "
-            "in logits = outputs.logits.detach().clone().as_subclass(torch.Tensor), or patch with loss.method=none."
+            "or replaced since its forward (by an optimizer's step, for example, which is a part of backward where "
+            "gradients are released). Read outputs.logits before that, as in "
+            "logits = outputs.logits.detach().clone().as_subclass(torch.Tensor), or patch with loss.method=none."
         )
 
 

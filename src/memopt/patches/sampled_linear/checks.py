@@ -1,7 +1,7 @@
-"""The proof that sampling only adds noise to a model's gradients.
+"""Checks that sampling only adds noise to a model's gradients.
 
-The forward, and every gradient but those of sampled weights, are exact. Of those the mean over draws has to be the
-exact gradient, within three standard errors, and a single draw as far off as the sampler's formula says.
+The forward and all gradients except those of sampled weights must be exact. For a sampled weight, the mean over draws
+must be the exact gradient within three standard errors, and the error of one draw must match the sampler's formula.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _REFERENCE = "fp32 run of the patched model that samples nothing"
 _check = functools.partial(limited, reference=_REFERENCE, level="gradient")
 Gradients = dict[str, Tensor]
 
-#: Draws whose mean is compared, and how many standard errors it may be off.
+#: Number of draws whose mean is compared, and how many standard errors the mean may be off.
 DRAWS, STANDARD_ERRORS = 32, 3.0
-#: The same for each weight alone: there are hundreds of them, with errors of few independent terms.
+#: Standard errors for each weight alone: there are hundreds of weights, with errors of few independent terms.
 EACH_STANDARD_ERRORS = 6.0
-#: Relative difference of gradients that are the same sums: fp32 rounding, through all layers.
+#: Largest relative difference of gradients that are equal up to fp32 rounding through all layers.
 _ROUNDING = 1e-4
-#: Each is compared relative to its own size and to this share of the largest: the terms of one that is zero in theory
-#: (a key bias) cancel, and leave some roundings (6e-8) of the largest.
+#: A gradient's difference is relative to its own size plus this share of the largest gradient: the terms of a gradient
+#: that is zero in theory (a key bias) cancel, and leave some roundings (6e-8) of the largest.
 _CANCELS = 1e-2
-#: How much more than predicted the draws may scatter: a sum over many weights of few draws each.
+#: Largest ratio of measured to predicted error: few draws of each weight are summed over many weights.
 _SCATTER = 1.5
 
 
 def verify_sampling(trial: Trial) -> Iterator[Check]:
     """Checks that sampling only adds noise to the gradients of the patched model."""
-    # Other approximations are the same on both sides, with the same random numbers.
+    # Both models make the other approximations alike, with the same random numbers.
     alike = [setting for patch in having(Checks) for setting in patch.repeatable(trial.recipe)]
     model = trial.patched(*alike)
     samplings = {name: state.sampling for name, state in samplings_in(model).items()}
@@ -103,7 +103,7 @@ def _checks(draws: _Draws, predicted: float, drift: float) -> Iterator[Check]:
         f"relative error of the mean of {DRAWS} draws", f"{STANDARD_ERRORS:.0f} standard errors of that mean", n=DRAWS,
     )  # fmt: skip
     mean, error = draws.scale
-    # Less than the exact gradient is as wrong as more.
+    # A share below 1 is as wrong as one above 1.
     scale = _check(
         "sampling.scale", sampled, abs(mean - 1), STANDARD_ERRORS * error + _ROUNDING,
         "part of the exact gradient that the draws contain, less 1",
@@ -122,7 +122,7 @@ def _culprit(trial: Trial, model: nn.Module, names: list[str], draws: _Draws, ex
     modules = [model.get_submodule(name) for name in names]
 
     def is_wrong(count: int) -> bool:
-        """With the first so many linears sampled, the others stock."""
+        """Whether other gradients differ if the first `count` linears are sampled and the others are stock."""
         model.zero_grad()
         with stock_forwards(modules[count:]):
             _, gradients = trial.step(model)
@@ -134,18 +134,18 @@ def _culprit(trial: Trial, model: nn.Module, names: list[str], draws: _Draws, ex
 
 @contextlib.contextmanager
 def _weights_of_samples(model: nn.Module, off: dict[str, float]) -> Iterator[None]:
-    """Inside, `off` is given how far off the weights of each scope's samples are.
+    """Inside, the error of the weights of each scope's samples is written to `off`, by the scope's name.
 
-    Every sampler weights a row by the inverse of its probability: the sum of weight x score over the sample is the sum
-    of all scores, whatever was drawn, and weight x score is the same for all rows that are not certain. For a uniform
-    sampler these hold with scores of one.
+    Every sampler weights a row by the inverse of its probability. So the sum of weight x score over the sample is the
+    sum of all scores, whatever was drawn, and weight x score is equal for all rows that are not certain. For the
+    uniform sampler both hold with scores of one.
     """
 
     def watch(scores: Tensor, rows: Tensor, weights: Tensor, method: Method) -> None:
         w = (scores > 0).double() if method == "uniform" else scores.double()
         total, parts = float(w.sum()), weights.double() * w[rows.long()]
         here = abs(float(parts.sum()) / total - 1) if total else 0.0
-        drawn = parts[(weights != 1) & (weights != 0)]  # the others are certain, or count for nothing
+        drawn = parts[(weights != 1) & (weights != 0)]  # the other rows are certain or have weight 0
         if len(drawn):
             here = max(here, float((drawn.max() - drawn.min()) / drawn.mean().abs()))
         off[running.current] = max(off.get(running.current, 0.0), here)
@@ -159,7 +159,7 @@ def _weights_of_samples(model: nn.Module, off: dict[str, float]) -> Iterator[Non
 
 
 def _each(draws: _Draws, predicted: dict[str, float]) -> Iterator[Check]:
-    """The worst single weight: the mean of its draws, and their projection on the exact gradient."""
+    """Checks of the worst single weight: the mean of its draws, and their projection on the exact gradient."""
     off = {
         name: each.bias / (max(each.error, predicted.get(name, 0.0)) / DRAWS**0.5)
         for name, each in draws.each.items()
@@ -191,13 +191,13 @@ class _Draws:
     weights: set[str]
     count: int = 0
     others: tuple[float, str] = (0.0, "")
-    """The largest relative difference of a gradient that is exact, and whose it is."""
+    """The largest relative difference of a gradient that must be exact, and the parameter's name."""
     _sums: dict[str, Tensor] = field(default_factory=dict)
     _scales: list[float] = field(default_factory=list)
     _squares: float = 0.0
     _size: float = 0.0
     each: dict[str, _Draws] = field(default_factory=dict)
-    """The same for each weight alone."""
+    """The sums of each weight alone, by its name."""
 
     def add(self, gradients: Gradients, exact: Gradients) -> None:
         if len(self.weights) > 1:
@@ -217,7 +217,7 @@ class _Draws:
         self.count += 1
 
     def difference(self, gradients: Gradients, exact: Gradients) -> tuple[float, str]:
-        """What `others` is, of one step."""
+        """The largest relative difference of one step's gradients outside `weights`, and the parameter's name."""
         sizes = {name: _rms(gradient) for name, gradient in exact.items() if name not in self.weights}
         least = _CANCELS * max(sizes.values(), default=0.0)
         off = {
@@ -231,7 +231,7 @@ class _Draws:
     def scale(self) -> tuple[float, float]:
         """Mean and its standard error of <draw, exact> / <exact, exact>: 1 for the exact gradient.
 
-        Noise is spread over all directions, of which this is one, so that a wrong scale shows after a few draws.
+        Noise spreads over all directions, and this is only one of them: a wrong scale shows after a few draws.
         """
         return statistics.fmean(self._scales), statistics.stdev(self._scales) / self.count**0.5
 

@@ -1,4 +1,4 @@
-"""Data sets that number their samples, and the memory of their gradients; `memopt.sampling` is the public path."""
+"""Data sets that number their samples, and the memory of the samples' gradients. Import them from `memopt.sampling`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class IndexedDataset(Dataset[dict[str, Any]]):
     """A data set whose samples have their number under the key "memopt_index".
 
     Works with data loaders of any number of workers, with samplers, `torch.utils.data.Subset`, accelerate and DDP, and
-    with collators that make a tensor of every number in a sample, as those of transformers do.
+    with collators that make a tensor of every number in a sample, as the collators of transformers do.
     """
 
     def __init__(self, dataset: Any) -> None:
         """
         Args:
-            dataset: map-style (`len` and `[]`), a Hugging Face data set among them; its samples are mappings.
+            dataset: map-style (with `len` and `[]`), e.g. a Hugging Face data set; its samples are mappings.
 
         Raises:
-            InputsError: it is iterable only, or counts its samples already.
+            InputsError: the data set is iterable only, or is an IndexedDataset already.
         """
         if isinstance(dataset, IndexedDataset):
             raise InputsError("The data set is already an IndexedDataset.")
@@ -47,7 +47,7 @@ class IndexedDataset(Dataset[dict[str, Any]]):
         return _numbered(self._dataset[number], number)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[dict[str, Any]]:
-        """What data loaders ask for: a batch at once, where the data set gives that."""
+        """The samples of a batch; data loaders call it. It fetches them in one call if the data set can."""
         numbers = [self._number(index) for index in indices]
         several = getattr(self._dataset, "__getitems__", None)
         samples = several(numbers) if callable(several) else [self._dataset[number] for number in numbers]
@@ -63,18 +63,18 @@ class IndexedDataset(Dataset[dict[str, Any]]):
 def remember_gradients(model: nn.Module, samples: IndexedDataset | int, max_tokens: int) -> GradientMemory:
     """Let the sampled linears of `model` remember the norm of each token's gradient from one epoch to the next.
 
-    Pass the batch's "memopt_index" to the model with the rest (``model(**batch)``). What a step learned is written at
-    the start of the next; see :class:`GradientMemory` for what it takes, and `forget` to let it go. Under DDP, call it
-    in each process: each remembers what it saw itself, and gradients are right whatever it knows. A new memory takes
-    the place of an older one.
+    Pass the batch's "memopt_index" to the model with the rest (``model(**batch)``). The norms of a step are written at
+    the start of the next step. :class:`GradientMemory` says how much memory it takes; its `forget` frees it. Under DDP,
+    call this function in each process: each remembers the samples that it saw itself, and gradients are unbiased
+    whatever it remembers. A new memory replaces an older one.
 
     Args:
         model: patched with a recipe that samples linears, or a wrapper around such a model.
-        samples: the data set that is trained on, or its number of samples.
-        max_tokens: how many tokens of a sample are remembered; all behind them count as average ones.
+        samples: the training data set, or its number of samples.
+        max_tokens: number of tokens of a sample that are remembered; later tokens count as average ones.
 
     Raises:
-        InputsError: `samples` is no IndexedDataset and no number, or there are none.
+        InputsError: `samples` is no IndexedDataset and no number, or is 0.
         ModelError: no linear of `model` is sampled, or several models in it are patched on their own.
     """
     if not isinstance(samples, IndexedDataset | int):

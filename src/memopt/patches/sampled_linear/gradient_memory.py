@@ -1,7 +1,7 @@
 """The norm of each token's gradient at a sample's last visit, one number for each linear, on the host.
 
-A batch with an index of its samples is one :class:`Step`: it recalls what is known of them, and hears of their
-gradients in backward. Nothing waits for the device but the start of the next batch.
+A batch with an index of its samples is one :class:`Step`. It reads the norms remembered for these samples, and records
+new norms in backward. Only the start of the next batch waits for the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from memopt.errors import InputsError
 
-#: A stale 0 must not keep a row out: no less than this part of the mean of the known rows.
+#: The least remembered norm, relative to the mean of the known norms: an outdated 0 must not exclude a row.
 _FLOOR = 0.05
-#: A gradient of 0 is held as this, for 0 says that nothing is known. A normal number in bf16 and fp32.
+#: Stored for a gradient of 0, since 0 means that nothing is known. A normal number in bf16 and fp32.
 _LEAST = 1e-30
 
 
@@ -25,7 +25,7 @@ class GradientMemory:
 
     The table is bf16 (samples, max_tokens, linears) on the host: 2 * samples * max_tokens * linears bytes in each
     process. A token's place is its number among the real tokens of its sequence, whatever the padding; tokens beyond
-    `max_tokens` are not remembered. Memory of the host is taken up as samples are visited for the first time.
+    `max_tokens` are not remembered. The host allocates pages when samples are visited for the first time.
     """
 
     def __init__(self, samples: int, max_tokens: int, linears: int) -> None:
@@ -42,16 +42,16 @@ class GradientMemory:
         self._recorded: list[Step] = []
         self._lock = threading.Lock()
         self.calls = self.indexed = self.written = 0
-        """Training forwards of the model, those of them that came with an index, and batches that were written."""
+        """Numbers of the model's training forwards, of its forwards with an index, and of writes to the table."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table; 0 once it was forgotten."""
+        """Bytes of the table; 0 after `forget`."""
         return 0 if self._table is None else self._table.nbytes
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is a table, not forgotten yet."""
+        """Whether the table exists: false after `forget`."""
         return self._table is not None
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class GradientMemory:
         )
 
     def begin(self, index: Tensor) -> Step | None:
-        """A step over the samples `index`, int (batch,) on any device; None once the table was forgotten.
+        """A step over the samples `index`, int (batch,) on any device; None for an empty index or after `forget`.
 
         Raises:
             InputsError: an index is outside of the table.
@@ -102,7 +102,7 @@ class GradientMemory:
         self.written += 1
         where = (rows[:, None], slice(None), torch.tensor(linears)[None])
         new, old = norms.bfloat16().transpose(1, 2), self._table[where[0], :, where[2]]
-        # A step with a gradient that is not finite is one that a loss scaler skips: what was known stays.
+        # A loss scaler skips steps with gradients that are not finite: keep the old norms.
         self._table[where[0], :, where[2]] = torch.where((new > 0) & new.isfinite(), new, old)
 
 
@@ -126,7 +126,7 @@ class Step:
         """int64 (batch, length) on `device`: each token's place in the table, `max_tokens` for one that has none.
 
         Args:
-            real: bool (batch * length,), false for padding; None if no token is.
+            real: bool (batch * length,), false for padding; None without padding.
         """
         end = self._memory.max_tokens
         if real is None:
@@ -135,13 +135,13 @@ class Step:
         return torch.where(real, (real.cumsum(1) - 1).clamp(max=end), end)
 
     def recall(self, linear: int, places: Tensor) -> Tensor | None:
-        """fp32 (batch * length,): the norms of a linear's gradient at the last visit, at least a twentieth of the mean
-        of those that are known, and that mean where none is; None if nothing is known."""
+        """Norms of a linear's gradient at the last visit, fp32 (batch * length,): at least a twentieth of the mean of
+        the known norms; that mean for a token without a norm. None if no token of the batch's samples has one."""
         if self._known is None or not self._is_known[linear]:
             return None
         table = self._there.get(places.device)
         if table is None:
-            # A border for the tokens without a place.
+            # One more row, of zeros, for tokens without a place.
             bordered = torch.nn.functional.pad(self._known, (0, 0, 0, 1))
             table = self._there[places.device] = bordered.to(places.device, non_blocking=True)
         norms = table[:, :, linear].float().gather(1, places).flatten()
@@ -149,11 +149,11 @@ class Step:
         largest = norms.amax()
         mean = largest * ((norms / largest).sum() / known.sum())  # the sum itself may be beyond fp32
         values = torch.where(known, norms, mean).maximum(_FLOOR * mean)
-        # None of this batch's tokens may be among those that are known.
+        # The samples may have norms, but none for the tokens of this batch.
         return torch.where(known.any(), values, 1.0)
 
     def record(self, linear: int, places: Tensor, norms: Tensor) -> None:
-        """Add (batch * length,) norms of a linear's gradient; norms of several calls add up like sides."""
+        """Add norms (batch * length,) of a linear's gradient; norms of several calls add up as sqrt(a^2 + b^2)."""
         device, end = norms.device, self._memory.max_tokens
         with self._lock:
             if not self._recorded:
@@ -167,7 +167,7 @@ class Step:
             recorded[linear].scatter_(1, places, torch.hypot(recorded[linear].gather(1, places), new))
 
     def take(self) -> list[tuple[list[int], Tensor]]:
-        """Return and clear the records: linears, and norms (batch, max_tokens, linears) of them on the host."""
+        """Return and clear the records: numbers of linears, and norms (batch, max_tokens, linears) on the host."""
         with self._lock:
             recorded, self._recorded = self._recorded, {}
         taken = []

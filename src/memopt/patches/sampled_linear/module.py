@@ -1,6 +1,6 @@
 """Linears whose weight gradient is estimated from a sample of the rows of their input, if that frees the input.
 
-A module qualifies by what it computes of its weight and bias, not by its class, and stays an instance of that class.
+A module qualifies by the function that it computes with its weight and bias, not by its class. It keeps its class.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class SampledLinearRewrite:
     """State of a sampled linear."""
 
     transposed: bool
-    """Its weight is (in, out) instead of (out, in)."""
+    """Whether its weight is (in, out) instead of (out, in)."""
     has_bias: bool
     sampling: Sampling
     visits: Visits
-    """What is known of the calls of its model, and of its gradients in them."""
+    """Data about calls of its model: padding, samples and norms of gradients."""
     number: int
     """Number of this linear in `visits`."""
 
@@ -45,9 +45,9 @@ def patch_sampled_linear(
     """Let `module` save a sample of the rows of its input, if nothing else holds the input.
 
     Args:
-        visits: what the model that `module` is in was, or will be, patched with
+        visits: the object with which the model around `module` is, or will be, patched
             (`memopt.patches.sampled_linear.visits`).
-        name: what a warning calls it.
+        name: name of the module in warnings.
 
     Raises:
         ValueError: the module cannot be swapped, or is not a linear of its own weight and bias.
@@ -63,7 +63,7 @@ def patch_sampled_linear(
 
 
 def sampling_of(rules: SampledLinearRules) -> Sampling:
-    """How rows are drawn by rules that are not off."""
+    """The sampling that rules with a method other than none describe."""
     assert rules.method != "none"
     return Sampling(rules.method, rules.budget)
 
@@ -79,7 +79,7 @@ def _forward(
 ) -> Tensor:
     given, parameters = (*args, *kwargs.values()), module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    # A frozen weight needs no input. A tool that computes weight or bias from something else removes them.
+    # A frozen weight needs no input. Tools that compute weight or bias from other tensors remove the parameters.
     as_patched = weight is not None and weight.requires_grad and (bias is not None) == rewrite.has_bias
     if (
         steps_aside(off="linears sample no rows, and gradients are exact; samples need eager mode")
@@ -87,7 +87,7 @@ def _forward(
         or not as_patched
         or not is_plain(weight)
         or not is_plain(given[0])
-        or not given[0].requires_grad  # it is kept whole, and then the stock module does not even keep the weight
+        or not given[0].requires_grad  # its input is kept whole; the stock module then does not even save the weight
         or given[0].layout is not torch.strided
         or given[0].is_nested
     ):

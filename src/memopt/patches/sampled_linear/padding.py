@@ -1,8 +1,8 @@
-"""Rows of padding tokens in a linear's input, left out of its sample once they have been seen to get no gradient.
+"""Rows of padding tokens in a linear's input, left out of its sample after gradients have shown that they get none.
 
-An attention mask says which tokens are padding, but not that they do not count: a model may read them all the same. So
-a linear draws them like any others until its gradients have shown twice in a row that they do not, goes on looking, and
-draws them again for good should one count later.
+An attention mask marks padding tokens, but a model may read them all the same. So a linear first draws them like other
+tokens. It leaves them out after two gradients in a row were 0 at all padding tokens. It goes on checking, and if a
+padding token ever gets a gradient later, draws them again for good.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import Tensor
 
 from memopt.torch_compat import FakeTensor
 
-#: Gradients without any on padding, one after the other, after which padding is left out.
+#: Number of gradients in a row without one on padding, after which padding is left out.
 _ENOUGH = 2
 _SILENT, _QUIET, _COUNTS = 0, 1, 2
 
 
 @dataclass
 class _Seen:
-    """What was seen of one linear."""
+    """Observations of one linear."""
 
     name: str
     quiet: int = 0
-    """Gradients without any on padding, since the last that had one."""
+    """Number of gradients without one on padding, since the last gradient that had one."""
     counted: bool = False
-    """Padding got a gradient after it had been left out."""
+    """Whether padding got a gradient after it had been left out."""
 
 
 class PaddingWatch:
-    """What the linears of one model have seen of their gradients at padding, by their numbers.
+    """Observations of the gradients of one model's linears at padding; linears have numbers.
 
-    Deepcopied and pickled without what was not settled.
+    A deepcopy or pickle lacks notes that were not settled yet.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class PaddingWatch:
         return len(self._linears)
 
     def add(self, name: str) -> int:
-        """A number for a linear, the next one."""
+        """Add a linear; returns its number."""
         self._linears.append(_Seen(name))
         return len(self._linears) - 1
 
@@ -59,7 +59,7 @@ class PaddingWatch:
         return seen.quiet >= _ENOUGH and not seen.counted
 
     def note(self, linear: int, norms: Tensor, real: Tensor, left_out: bool) -> None:
-        """Look at a gradient, without waiting for the device.
+        """Note a gradient, without waiting for the device.
 
         Args:
             norms: (n,), the norms of the rows of the gradient of the linear's output.
@@ -72,9 +72,9 @@ class PaddingWatch:
             self._notes.append((linear, _verdict(norms, real), left_out))
 
     def settle(self) -> None:
-        """Draw the conclusions from all that was noted; one transfer from each device.
+        """Evaluate all notes, with one transfer from each device.
 
-        What comes from a GPU is read in the next call: by then it has arrived, and nobody waits for the device.
+        Notes from a GPU are read in the next call: their transfer is done by then, so there is no wait for the device.
         """
         with self._lock:
             notes, self._notes = self._notes, []
@@ -116,8 +116,8 @@ class PaddingWatch:
 
 
 def _verdict(norms: Tensor, real: Tensor) -> Tensor:
-    """int8 (): whether padding counts. Silent where there is no padding, where no real row has a gradient either (all
-    that is behind a weight of zeros, as LoRA begins), and where one is not finite (a step that a loss scaler skips)."""
+    """int8 (): whether padding got a gradient. Silent if there is no padding, if no real row has a gradient either
+    (e.g. before a LoRA weight that starts at zero), or if a norm is not finite (a loss scaler skips that step)."""
     has = norms > 0
     counts, quiet = (has & ~real).any(), (has & real).any() & ~real.all()
     verdict = torch.where(counts, _COUNTS, torch.where(quiet, _QUIET, _SILENT))

@@ -30,7 +30,7 @@ _NARROW = 4
 
 
 class SampledLinearPatch(Patch, Checks, Reports):
-    """Sampled linears: they add fields to the rules of linears, and revise rows of linears."""
+    """Sampled linears. The patch adds fields to the rules of linears, and revises plan entries of linears."""
 
     name = "sampled_linear"
     after = ("norm", "activation", "linear")
@@ -43,7 +43,7 @@ class SampledLinearPatch(Patch, Checks, Reports):
         rules = plan.recipe.rules(SampledLinearRules)
         if rules.is_off:
             return
-        outputs = {entry.site for entry in plan.rewrites if entry.kind == "linear"}  # they are recomputed
+        outputs = {entry.site for entry in plan.rewrites if entry.kind == "linear"}  # linears with recomputed outputs
         reading = {entry.site for entry in plan.refusals if entry.kind == "linear" and entry.action == READS}
         refusals = _refusals(plan, outputs)
         for site in plan.sites.linears:
@@ -124,7 +124,7 @@ def _modules(plan: PlanView) -> set[str]:
 
 
 def _refusals(plan: PlanView, outputs: set[str]) -> dict[str, str]:
-    """Weight -> why its linear saves its whole input, except linears in `outputs`, which always do."""
+    """Weight -> why its linear saves its whole input, without the linears in `outputs`, which always do so."""
     rewritten = {entry.site: entry for entry in plan.rewrites if entry.kind != "linear"}
     refusals: dict[str, str] = {}
     for site in plan.sites.linears:
@@ -138,7 +138,7 @@ def _refusals(plan: PlanView, outputs: set[str]) -> dict[str, str]:
 
 
 def _not_sampled(site: LinearSite, plan: PlanView, rewritten: Mapping[str, Entry]) -> str | None:
-    """Why a linear saves its whole input, whatever else reads it; None if a sample is possible."""
+    """Why a linear saves its whole input, apart from other linears that read it; None if a sample is possible."""
     rules, sites = plan.recipe.rules(SampledLinearRules), plan.sites
     targeted = rules.targets == "auto" or any_matches(site.module, rules.targets)
     if not (targeted and plan.recipe.selects(site.module)):

@@ -1,6 +1,6 @@
-"""What sampling costs: the error of weights' gradients that a probe batch predicts, beside the exact alternative.
+"""The cost of sampling: the expected error of weights' gradients, predicted on a probe batch, and an exact alternative.
 
-The error of each is predicted by the samplers' formulas.
+The formulas of the samplers predict the error of each weight's gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memopt.patches.sampled_linear.module import sampling_of
 from memopt.patches.sampled_linear.rules import SampledLinearRules
 from memopt.patches.sampled_linear.slot import Sampling
 
-#: Copies of the weights in fp32: themselves, their gradients, what is compared.
+#: Copies of the weights in fp32 that a step needs: weights, gradients, and tensors for the comparison.
 _COPIES = 4
 
 
@@ -50,7 +50,7 @@ def predicted_errors(trial: Trial) -> SamplingErrors:
 
 
 def not_measured(recipe: RecipeView, why: str) -> SamplingErrors:
-    """What there is to say where nothing could be measured."""
+    """A result without errors, for a recipe that could not be measured, with the reason `why`."""
     rules = recipe.rules(SampledLinearRules)
     return SamplingErrors(rules.method, rules.budget, probe="", why_not=why)
 
@@ -66,9 +66,9 @@ def _fits(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def errors_found(model: nn.Module, samplings: Mapping[str, Sampling]) -> Iterator[list[LinearError]]:
-    """A list that holds, at the end, the error that sampling the input of every linear of `samplings` would make.
+    """A list that is filled at exit with the error that sampling would make at each linear of `samplings`.
 
-    A module that runs more than once counts with its last call.
+    If a module runs more than once, its last backward counts.
     """
     found: dict[str, LinearError] = {}
 
@@ -101,9 +101,9 @@ class LinearError:
 
     module: str
     first: float
-    """Rows drawn by the norms of the input alone, as on a sample's first visit."""
+    """Error if rows are drawn by the norms of the input alone, as on a sample's first visit."""
     known: float
-    """Rows drawn by the norms of input and output gradient: the best that remembering the last visit can reach."""
+    """Error if rows are drawn by the norms of input and output gradient: the least with remembered gradients."""
     gradient: float
     """Norm of the exact gradient."""
 
@@ -115,17 +115,17 @@ class SamplingErrors:
     method: str
     budget: float
     probe: str
-    """What the batch was, in words."""
+    """Description of the batch."""
     linears: tuple[LinearError, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     """(weight, reason) of linears that keep their whole input."""
     why_not: str = ""
-    """Why nothing was measured, where that is so."""
+    """Why nothing was measured; empty if it was."""
     key: str = "sampling"
-    """Its field of the report's JSON document."""
+    """Name of this section in the report's JSON document."""
 
     def together(self, *, known: bool = False) -> float:
-        """Of all sampled weights: errors of independent draws add in squares."""
+        """The relative error of all sampled weights together: errors of independent draws add in squares."""
         size = sum(linear.gradient**2 for linear in self.linears)
         errors = (((linear.known if known else linear.first) * linear.gradient) ** 2 for linear in self.linears)
         return math.sqrt(sum(errors) / size) if size else 0.0
@@ -151,7 +151,7 @@ class SamplingErrors:
         yield f"  Exact alternative: {accumulation(self.budget)}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Its field of the report's JSON document."""
+        """This section of the report's JSON document."""
         return {
             "method": self.method,
             "budget": self.budget,
@@ -169,13 +169,13 @@ class SamplingErrors:
 
 
 def accumulation(budget: float) -> str:
-    """What keeps as few rows with no error at all."""
+    """The exact alternative, in words: gradient accumulation that keeps as few rows, without any error."""
     steps = math.ceil(1 / budget - 1e-9)
     return f"micro-batches of 1/{steps} of the batch, accumulated over {steps} passes: no more rows are kept, no error"
 
 
 def _refusals(refused: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """A line for each reason, with the names of the linears, those of one layer for all."""
+    """A line for each reason, with the names of its linears; linears of different layers share a name."""
     reasons: dict[str, str] = {}
     for weight, reason in refused:
         reasons.setdefault(_any_layer(weight.rpartition(".")[0]).rpartition("#.")[2], reason)

@@ -1,4 +1,4 @@
-"""What a recipe says about sampled linears."""
+"""The rules of a recipe for sampled linears."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from memopt.patches.linear.rules import LinearRules
 
 
 class SampledLinearRules(LinearRules):
-    """How the gradients of linears' weights are computed, and which of their outputs are recomputed."""
+    """How gradients of linears' weights are computed, and which outputs of linears are recomputed."""
 
     method: Literal["none", "wta-crs", "systematic", "crs", "uniform"] = "none"
-    """From a sample of the rows of the input, drawn as the name says: without bias, with noise."""
+    """Estimate them from a sample of the input's rows, drawn by this method: unbiased, with noise. ``none``: exact."""
     budget: float = Field(default=0.3, gt=0.0, lt=1.0)
     """Part of the rows that is kept."""
     targets: Annotated[Literal["auto"] | tuple[str, ...], one_or_more("auto")] = "auto"
-    """Names of linears (shell wildcards) to sample; ``auto``: all. Only where that frees something, in either case."""
+    """Names of linears (shell wildcards) to sample; ``auto``: all. Linears whose sample frees nothing stay exact."""
 
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}
 

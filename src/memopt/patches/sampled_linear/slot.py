@@ -1,8 +1,8 @@
-"""The input of a linear, kept whole or as a sample of its rows: decided when the scope's module is done.
+"""The input of a linear, kept whole or as a sample of its rows. The end of the scope's module decides which.
 
-Where the linears that read one storage are all that hold it, one sample of its rows serves them all. Where somebody
-else keeps it too, sampling would free nothing, and the gradient stays exact. So it does where the input can be
-recomputed from what is kept anyway.
+If only linears that read the input hold its storage, one sample of its rows serves them all. If anything else holds it,
+sampling would free nothing, so the input stays whole and the gradient exact. The input is not sampled either if it can
+be recomputed from tensors that are saved anyway.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PER_ROW = torch.int32.itemsize + torch.float32.itemsize
 #: Called with the scores of all rows, the rows that are saved, their weights and the method.
 observers: list[Callable[[Tensor, Tensor, Tensor, Method], None]] = []
 
-#: What one linear knows of its output's gradient before it is there: fp32 (rows,) on the device of its input, the norm
-#: of each row's gradient up to a common factor, 0 for a row that gets none; None if nothing is known.
+#: Predicts the gradient of a linear's output: fp32 (rows,) on the device of its input, the norm of each row's gradient
+#: up to a common factor, 0 for a row without gradient; None if there is no prediction.
 Importance = Callable[[], Tensor | None]
 
-#: What reports call the tensors that are saved here.
+#: The name in reports for tensors that are saved here.
 __memopt_saves__ = "sampled rows"
 
 
@@ -41,12 +41,12 @@ def save_sampled(
     """Output of a linear whose input may be kept as a sample of its rows when the innermost scope's module is done.
 
     Args:
-        apply: runs an autograd function that saves its input and then its weight, and keeps the slot it is given.
+        apply: runs an autograd function that saves its input and then its weight, and keeps the given slot.
         sampling: how rows are drawn.
-        importance: what is known of the output's gradient.
+        importance: predicts the norms of the output's gradient.
 
     Returns:
-        None if no scope is active, or a foreign hook keeps what is saved; then nothing was run.
+        None if no scope is active, or a foreign hook keeps the saved tensors; `apply` was not called then.
     """
     slot = new_slot(lambda packing: SampledInput(sampling, importance, packing))
     if slot is None:
@@ -71,13 +71,13 @@ class Sample:
     rows: Packed
     """int32 (k,)."""
     weights: Packed
-    """fp32 (k,): what the product of each row counts."""
+    """fp32 (k,): the weight of each row's product."""
     kept: Packed
-    """(k, width): the rows themselves, unscaled, in the dtype that all who read them use."""
+    """(k, width): the rows, unscaled, in the dtype of the products if all readers use one, else in the input's."""
 
 
 class SampledInput(Slot):
-    """The slot of one linear's input. `pack` is a saved-tensor hook for the call that saves it, and then a weight."""
+    """The slot of one linear's input. `pack` is the saved-tensor hook of a call that saves input, then weight."""
 
     __slots__ = ("_handle", "_importance", "_packing", "_sampling", "dtype", "report", "sample")
 
@@ -86,14 +86,14 @@ class SampledInput(Slot):
         self._sampling, self._importance, self._packing = sampling, importance, packing
         self._handle: Handle | None = None
         self.sample: Sample | None = None
-        """Set when the sample has taken the place of the input."""
+        """The sample that has replaced the input; None while the input is whole."""
         self.dtype: torch.dtype | None = None
-        """What its rows are cast to before they are used, where that is known."""
+        """The dtype to which backward casts the rows, if known."""
         self.report: Callable[[Tensor], None] | None = None
-        """Told of the gradient. It may hold tensors, so it goes with the input, however long the graph stays."""
+        """Receives the gradient's row norms. Kept here, since it may hold tensors: they are freed with the input."""
 
     def pack(self, tensor: Tensor) -> Any:
-        if hasattr(self, "packed"):  # the weight, which is saved after the input
+        if hasattr(self, "packed"):  # `tensor` is the weight, which is saved after the input
             return self._packing.whole(tensor)[0]
         handle = self._packing.follow(tensor)
         if handle is not None and not handle.may_be_coded:
@@ -109,12 +109,12 @@ class SampledInput(Slot):
         """The input or, once there is a `sample`, its rows."""
         return self.packed.unpack()
 
-    #: What an input is computed from can be replaced by a code only if the input is not recomputed for any reader.
+    #: Inputs are settled first: a tensor can become a code only if no reader recomputes an input from it.
     rank = 0
 
     def prepare(self) -> None:
         if self._handle is not None and self._handle.has_others:
-            # Another handle exists: its sources are saved anyway, and recomputing the input costs no bytes.
+            # Another handle exists: the tensors that it reads are saved anyway, so recomputing costs no bytes.
             self.stay()
             self.held = None
 
@@ -126,7 +126,7 @@ class SampledInput(Slot):
         x = tensor_of(self)
         rows = x.shape[:-1].numel()
         kept = rows_kept(rows, self._sampling.budget)
-        # Of an expanded input the storage may take less than the sample.
+        # The storage of an expanded input may be smaller than the sample.
         return kept < rows and kept * (x.shape[-1] * x.element_size() + _PER_ROW) < x.untyped_storage().nbytes()
 
     def exchange(self, together: Sequence[Slot]) -> None:
@@ -143,21 +143,21 @@ class SampledInput(Slot):
         scores = row_norms(x)
         importance = _together([slot._importance for slot in readers])
         if importance is not None:
-            scores = scores.double() * importance  # the product of two small norms may be below fp32
+            scores = scores.double() * importance  # in fp64: the product of two small norms may underflow in fp32
         rows, weights = sample_rows(scores, rows_kept(len(x), self._sampling.budget), self._sampling.method)
         for observer in observers:
             observer(scores, rows, weights, self._sampling.method)
         kept, dtypes = gather_rows(x, rows), {slot.dtype or x.dtype for slot in readers}
-        if len(dtypes) == 1:  # autocast's, say
+        if len(dtypes) == 1:  # e.g. the dtype of autocast
             kept = kept.to(dtypes.pop())
         keep = self._packing.keep
         return Sample(keep(rows), keep(weights), keep(kept))
 
 
 def _together(each: Sequence[Importance | None]) -> Tensor | None:
-    """The norm of the gradient rows of all readers side by side; None if that of one of them is unknown."""
+    """The norm over all readers of each row's gradient; None if one reader has no prediction."""
     known = [None if importance is None else importance() for importance in each]
-    # In fp64, in which the square of no fp32 norm is 0: a row that counts must have a score.
+    # In fp64, where the square of a small fp32 norm is not 0: a row with a gradient must have a score.
     norms = [each.double() for each in known if each is not None]
     return torch.stack(norms).norm(dim=0) if norms and len(norms) == len(known) else None
 

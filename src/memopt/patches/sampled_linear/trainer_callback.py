@@ -1,4 +1,4 @@
-"""The memory of gradients for `transformers.Trainer`; `memopt.sampling` is the public path."""
+"""The memory of gradients for `transformers.Trainer`. Import it from `memopt.sampling`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memopt.patches.sampled_linear.visits import INDEX, declare_index, visits_of
 
 logger = logging.getLogger(__name__)
 
-#: How many samples are looked at to find out how long they are.
+#: Number of samples that are read to find the longest length.
 _LOOKED_AT = 1000
 
 
@@ -28,23 +28,23 @@ class GradientMemoryCallback(TrainerCallback):
 
         Trainer(model, args, train_dataset=IndexedDataset(data), callbacks=[GradientMemoryCallback()])
 
-    Each process of a distributed run remembers what it saw itself. The memory is let go when training ends. Raises
-    InputsError or ModelError at the start of training where the data set is no IndexedDataset, or nothing is sampled.
+    Each process of a distributed run remembers the samples that it saw itself. The end of training frees the memory.
+    Its start raises InputsError if the data set is no IndexedDataset, and ModelError if no linear is sampled.
     """
 
     def __init__(self, max_tokens: int | None = None, *, required: bool = True) -> None:
         """
         Args:
-            max_tokens: how many tokens of a sample are remembered; None takes the longest of 1,000 samples.
-            required: whether it is an error if there is nothing to remember, or no sample has a number.
+            max_tokens: number of tokens of a sample that are remembered; None: the longest of about 1,000 samples.
+            required: whether it is an error if no linear is sampled or the data set is no IndexedDataset.
         """
         self.max_tokens, self.required = max_tokens, required
         self.memory: GradientMemory | None = None
-        """While training goes on."""
+        """The memory during training, else None."""
         self._checked = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Before the data loader asks the model for the names of its inputs."""
+        """Called before the Trainer reads the names of the model's inputs for its data loader."""
         if model is not None:
             declare_index(model)
 
@@ -88,7 +88,7 @@ class GradientMemoryCallback(TrainerCallback):
 def _indexed(dataset: Any) -> IndexedDataset:
     """
     Raises:
-        InputsError: it is no IndexedDataset, nor a part of one.
+        InputsError: `dataset` is no IndexedDataset and no subset of one.
     """
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
@@ -107,10 +107,10 @@ def _indexed(dataset: Any) -> IndexedDataset:
 
 
 def _longest(dataset: IndexedDataset) -> int:
-    """The number of tokens of the longest of the samples that are looked at.
+    """The largest number of tokens in the samples that are read.
 
     Raises:
-        InputsError: none has tokens.
+        InputsError: none of these samples has tokens.
     """
     step = -(-len(dataset) // _LOOKED_AT) or 1
     with torch.random.fork_rng(devices=[]):

@@ -1,10 +1,10 @@
-"""What sampled linears know of a call of their model: which rows are padding, and which samples the batch holds.
+"""Data about a model's call for its sampled linears: which rows are padding, and which samples the batch holds.
 
-The model's own forward notes its attention masks, and the sample index that came with the batch, for the time of the
-call; its linears look there. So does the forward of the one module in it that holds every sampled linear (the model
-without its head), where no call is noted yet: trainers that compute the loss themselves (TRL) put another forward in
-the place of the model's, which calls that module. A linear in a call of another model, or outside of any, knows nothing
-and draws rows by their own norms.
+The model's forward notes its attention masks and the sample index of the batch for the duration of the call, and its
+linears read these notes. The child module that holds every sampled linear (the model without its head) notes them too,
+if the model's forward has not: trainers that compute the loss themselves (TRL) replace the model's forward by one that
+calls this child. A linear in a call of another model, or outside of any call, has no notes and draws rows by their own
+norms.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from memopt.patches.swap import (
 )
 from memopt.torch_compat import FakeTensor
 
-#: The key of a batch that says which samples of the data set it holds.
+#: The batch key for the numbers of its samples in the data set.
 INDEX = "memopt_index"
 
 
 class Visits:
-    """What is shared by a model and its sampled linears. Deepcopied and pickled without the memory of gradients."""
+    """State that a model and its sampled linears share. A deepcopy or pickle lacks the memory of gradients."""
 
     _model: weakref.ref[nn.Module] | None = None
-    """The module whose calls are noted; None if no call was since it came out of a pickle."""
+    """The module whose calls are noted; None between unpickling and the first call."""
 
     def __init__(self) -> None:
         self.padding = PaddingWatch()
         self.memory: GradientMemory | None = None
 
     def belong_to(self, model: nn.Module) -> None:
-        """`model` is the one whose calls are noted, if none is yet."""
+        """Note the calls of `model`, unless another module that is alive was set before."""
         if self._model is None or self._model() is None:
             self._model = weakref.ref(model)
 
     def call(self, linear: int, x: Tensor) -> LinearCall | None:
-        """What linear number `linear` knows of this call with the input `x`; None if that is nothing."""
+        """The call of linear number `linear` with the input `x`; None if nothing is noted for its rows."""
         visit = self._current()
         rows = None if visit is None else visit.rows(x)
         return None if rows is None else LinearCall(self, linear, rows)
 
     @property
     def is_open(self) -> bool:
-        """Whether a call of the model goes on."""
+        """Whether a call of the model is running."""
         return self._current() is not None
 
     def _current(self) -> Visit | None:
@@ -71,7 +71,7 @@ class Visits:
 
     @contextlib.contextmanager
     def visit(self, masks: Sequence[Tensor], index: Tensor | None) -> Iterator[None]:
-        """A call of the model. What was noted in backwards before it is taken in first."""
+        """Inside, a call of the model runs. First processes the gradients that earlier backwards reported."""
         self.padding.settle()
         step = None
         if self.memory is not None and self.memory.is_kept:
@@ -90,7 +90,7 @@ class Visits:
     def __deepcopy__(self, memo: dict[int, Any]) -> Visits:
         model = None if self._model is None else self._model()
         if model is not None and id(model) not in memo:
-            return self  # A linear is copied by itself, to stand in the same model (as PEFT's modules_to_save do).
+            return self  # A linear alone is copied, for the same model (as PEFT does for modules_to_save).
         other = Visits()
         other.padding = copy.deepcopy(self.padding, memo)
         if model is not None:
@@ -107,7 +107,7 @@ class Visit:
         self._rows: dict[tuple[torch.Size, torch.device], Rows | None] = {}
 
     def rows(self, x: Tensor) -> Rows | None:
-        """What the rows of a linear's input are; None if that is not known."""
+        """Padding and samples of the rows of a linear's input; None if both are unknown."""
         shape, device = key = x.shape[:-1], x.device
         if key in self._rows:
             return self._rows[key]
@@ -125,17 +125,17 @@ class Visit:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the rows of a linear's input are."""
+    """Padding and samples of the rows of a linear's input."""
 
     real: Tensor | None
     """bool (n,): false for padding; None if no mask fits."""
     step: Step | None
     places: Tensor | None
-    """Their places in the memory of gradients, with `step`."""
+    """Places of the rows in the memory of gradients; None without `step`."""
 
 
 class LinearCall:
-    """What one call of one linear knows of its gradient, and what its gradient is told to."""
+    """One call of one linear: the expected norms of its output's gradient, and the receiver of the actual norms."""
 
     def __init__(self, visits: Visits, linear: int, rows: Rows) -> None:
         self._visits, self._linear, self._rows = visits, linear, rows
@@ -151,7 +151,7 @@ class LinearCall:
         return real.float() if norms is None else norms * real
 
     def report(self, norms: Tensor) -> None:
-        """Take in the norms of the rows of the output's gradient, (n,)."""
+        """Record the norms of the rows of the output's gradient, (n,)."""
         step, places, real = self._rows.step, self._rows.places, self._rows.real
         if real is not None:
             self._visits.padding.note(self._linear, norms, real, self._left_out)
@@ -164,21 +164,21 @@ _visit: ContextVar[Visit | None] = ContextVar("memopt_visit", default=None)
 
 @dataclass(frozen=True)
 class VisitRewrite:
-    """What a model whose calls are noted knows."""
+    """State of a module whose calls are noted."""
 
     visits: Visits
     is_inner: bool = False
-    """Whether it notes a call only where none is noted yet."""
+    """Whether the module notes a call only if no call is noted yet."""
 
 
 def patch_visits(model: nn.Module, visits: Visits, linears: Collection[nn.Module] = ()) -> None:
     """Let `model`, or the base model inside a PEFT model, note its calls in `visits`, and take a ``memopt_index``.
 
     Args:
-        linears: those that are sampled.
+        linears: the sampled linears.
 
     Raises:
-        ValueError: neither the module nor the one inside that holds `linears` can be swapped.
+        ValueError: neither the module nor its child that holds all `linears` can be swapped.
     """
     entry = _entry(model)
     inner, refusals = _inner(entry, linears), []
@@ -203,15 +203,15 @@ def _inner(model: nn.Module, linears: Collection[nn.Module]) -> nn.Module | None
 
 
 def visits_of(model: nn.Module) -> list[Visits]:
-    """What :func:`patch_visits` was given for modules of `model`, once each."""
+    """All `visits` with which :func:`patch_visits` patched modules of `model`, each once."""
     states = [swap_state(module) for module in model.modules() if is_swapped(module)]
     return list({id(state.visits): state.visits for state in states if isinstance(state, VisitRewrite)}.values())
 
 
 def declare_index(model: nn.Module) -> None:
-    """Name ``memopt_index`` in the signature of what :func:`patch_visits` patched in `model`, if it is not named yet.
+    """Add ``memopt_index`` to the signature of each forward that :func:`patch_visits` patched, if it is missing.
 
-    Data loaders drop keys that the signature does not name. A class that was made from a pickle does not name it.
+    Trainers drop batch keys that the signature does not name. The class of an unpickled model lacks the name.
     """
     for module in model.modules():
         if not (is_swapped(module) and isinstance(swap_state(module), VisitRewrite)):
@@ -228,7 +228,7 @@ def declare_index(model: nn.Module) -> None:
 
 
 def _entry(model: nn.Module) -> nn.Module:
-    """The module that sees a batch as the model's own code does: the base model of a PEFT model, or `model`."""
+    """The module that gets a batch as the model's own code does: the base model of a PEFT model, or `model`."""
     if not isinstance(getattr(model, "peft_config", None), Mapping):
         return model
     getter = getattr(model, "get_base_model", None)
@@ -252,7 +252,7 @@ def _forward(stock: Callable[..., Any], rewrite: VisitRewrite, module: nn.Module
 def _masks(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Attention masks with one number for each token, among a forward's arguments: 0 for padding.
 
-    Masks of floats say what to add to scores, so they say nothing of padding.
+    Float masks are left out: their numbers are added to scores and do not mark padding.
     """
     named = (*zip(_positional(forward), args, strict=False), *kwargs.items())
     return [

@@ -1,4 +1,4 @@
-"""Contractions: which op sums over which dimension of which tensor, and what that means for channel ids.
+"""Contractions: the ops that sum over a dimension of two tensors, and the channel ids that such a sum reads.
 
 A contraction of an activation with a parameter is a legal consumer of a norm when every coordinate of the summed
 dimension carries the id of one channel, so that the channel's weight can move into the parameter.
@@ -18,7 +18,7 @@ from memopt.walk.aten.rules import ZERO, OpCall, Shadow, compact
 
 @dataclass(frozen=True)
 class Contraction:
-    """a is summed with b over a's dimension `over_a` and b's dimension `over_b`."""
+    """The product of a and b, summed over a's dimension `over_a` and b's dimension `over_b`."""
 
     a: Tensor
     b: Tensor
@@ -101,7 +101,7 @@ def _axis(weight: ParameterView, b: Tensor, summed: int) -> Along | None:
         return None
     others = [d for i, d in enumerate(weight.dims) if i != summed]
     shared = any(isinstance(d, Along) and d.axis == dim.axis for d in others)
-    # Merged dimensions may hide the axis; the elements tell, as long as no element of the parameter appears twice.
+    # A merged dimension (None) may walk this axis too, unless `summed` walks all of it: no element occurs twice.
     hidden = None in others and dim.size != weight.parameter.shape[dim.axis]
     return None if shared or hidden else dim
 

@@ -1,8 +1,8 @@
-"""Where the Python code of a forward decides by the values or the sizes of tensors, and the other answer to that.
+"""Records where the Python code of a forward decides by values or sizes of tensors; can invert decisions by values.
 
-A `Decisions` mode sees every read of a value or a size. What it returns for these compares like the number it is and is
-noted where it is compared. A decision by a value can be turned round; one by a size is told with both sides, so that a
-size can be found for which it falls the other way.
+A `Decisions` mode sees every read of a value or a size. It returns a subclass of int or float that computes like the
+number and records each comparison. A decision by a value can be inverted (`turned`). A comparison of sizes is recorded
+with both of its numbers, so that `memopt.walk.flow.branches` can find a length with the other outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-#: File and position in its code: one place where something is decided.
+#: (file, line, bytecode offset): one place where something is decided.
 Place = tuple[str, int, int]
 
 _shape_getter: Any = getattr(Tensor.shape, "__get__")  # noqa: B009
@@ -34,13 +34,13 @@ _ANSWERS = {
     torch.equal,
     torch.allclose,
 }
-#: Reads at one place of one forward after which an answer is not turned round any more: it may end a loop.
+#: How often one place is inverted in one forward: the natural answer may be needed to end a loop.
 _LOOPS = 64
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two numbers, at least one of them from sizes: compared, or (``%``) the second divides the first or not."""
+    """Two numbers, at least one of them a size, that are compared or (``%``) tested for divisibility."""
 
     place: Place
     operation: str
@@ -49,13 +49,13 @@ class Comparison:
 
 
 class Decisions(TorchFunctionMode):
-    """Notes the decisions of the forward that runs under it; those by values at `turned` get the other answer."""
+    """Records the decisions of the forward that runs under it; inverts decisions by values at the places `turned`."""
 
     def __init__(self, turned: Collection[Place] = ()) -> None:
         super().__init__()
         self.turned = turned
         self.values: dict[Place, set[bool]] = {}
-        """Places that decide by a value -> the answers that it gave, turned round or not."""
+        """Places that decide by a value -> the answers that the forward got there, inverted or not."""
         self.turns: Counter[Place] = Counter()
         self.sizes: list[Comparison] = []
 
@@ -87,7 +87,7 @@ _noting: list[Decisions] = []
 
 
 def _decided(natural: Any, other: Callable[[Any], Any]) -> Any:
-    """`natural`, or what `other` makes of it where this place is turned round."""
+    """Record and return the answer at this place: `natural`, or ``other(natural)`` if the place is in `turned`."""
     place = _place()
     if not _noting or place is None:
         return natural
@@ -117,7 +117,7 @@ def _place() -> Place | None:
 
 
 class _Size(int):
-    """A size, or what integer arithmetic makes of one."""
+    """A size, or an integer computed from one."""
 
     def __neg__(self) -> _Size:
         return _Size(-int(self))
@@ -174,7 +174,7 @@ def _computed(name: str) -> Callable[[Any, Any], Any]:
         if name == "__mod__":
             _note("%", int(self), other)
         elif name == "__floordiv__":
-            _note("lt", int(self), other)  # where the quotient is 0
+            _note("lt", int(self), other)  # then the quotient is 0
         return _Size(result)
 
     return method

@@ -1,4 +1,4 @@
-"""Forwards on meta tensors: the values that they read where they branch on some, and a cache of what operations return.
+"""Forwards on meta tensors: values for the reads that they branch on, and a cache of the outputs of operations.
 
 PyTorch computes the outputs of many meta operations in Python, at about 0.1 ms each; a model repeats the same few in
 every layer. An output on meta is only a shape, strides and a dtype, and these follow from the arguments.
@@ -26,13 +26,13 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.la
 class MetaReads(TorchDispatchMode):
     """Lets a forward read values of meta tensors and mix meta tensors with tensors on the CPU.
 
-    A boolean ("is the whole mask set?") reads as True, a number as 1, and every element is one of those that are not
-    zero, so that each expert of a mixture has tokens. A whole number on its own is on the CPU, so that what is computed
-    from it has a value, too. An operation on both devices runs on meta, and what has no value stays there.
+    A boolean ("is the whole mask set?") reads as True and a number as 1. ``nonzero`` returns every element, so that
+    each expert of a mixture has tokens. An integer scalar that an operation returns is a 1 on the CPU, so that numbers
+    computed from it have values. An operation with inputs on both devices runs on meta.
 
     Args:
-        keeps_values: what is computed from whole numbers with values (the sizes of images, say) has values, too, on
-            whatever device it is asked for.
+        keeps_values: integer tensors with values (the sizes of images, say) stay on the CPU when the forward moves them
+            to meta, so that numbers computed from them have values.
     """
 
     def __init__(self, *, keeps_values: bool = False) -> None:
@@ -60,7 +60,7 @@ class MetaReads(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
     def _where_it_is(self, source: torch.Tensor, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Options of a copy that would need values of a tensor on meta, or lose those of whole numbers, without it."""
+        """Options of a copy, less a change of device that needs values of a meta tensor or loses values of integers."""
         device = options.get("device")
         if device is None or device.type == source.device.type:
             return options
@@ -76,7 +76,7 @@ def _is_count(output: Any) -> bool:
 
 
 def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """What picks the same elements as `index`: of a mask on meta, all."""
+    """Indices that select the elements that `index` selects; for a mask on meta, all elements."""
     if index is None or not index.is_meta or index.dtype != torch.bool:
         return (index,)
     return [index.new_empty(index.numel(), dtype=torch.int64)] * index.dim()
@@ -87,7 +87,7 @@ def _to_meta(leaf: Any) -> Any:
 
 
 class MetaShapes:
-    """Runs operations; the output of one on meta tensors that it has seen before comes from the cache.
+    """Runs operations; the output of a repeated operation on meta tensors comes from a cache.
 
     Only operations that return one new tensor are cached: a view shares the storage of its input, and an in-place
     operation returns its input. For use under ``torch.no_grad``.
@@ -118,7 +118,7 @@ class _Incomparable(Exception):
 
 
 def _form(value: Any) -> Any:
-    """What the output of an operation on meta can depend on in an argument."""
+    """The properties of an argument on which the output of an operation on meta can depend."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or not value.is_meta or value.is_conj() or value.is_neg():
             raise _Incomparable
@@ -132,14 +132,14 @@ def _form(value: Any) -> Any:
 
 @functools.cache
 def _makes_one(function: Any) -> bool:
-    """Whether its schema says that an operation returns one tensor, which aliases no input, and mutates nothing."""
+    """Whether, by its schema, an operation returns one tensor that aliases no input, and mutates nothing."""
     schema = operator_schema(function)
     output = schema.returns[0] if len(schema.returns) == 1 else None
     return output is not None and not schema.is_mutable and str(output.type) == "Tensor" and output.alias_info is None
 
 
 def _is_new(output: Any, inputs: tuple[Any, ...]) -> bool:
-    """Whether the output has a storage of its own, which schemas do not always tell, and no storage offset."""
+    """Whether the output has a storage of its own and no storage offset; schemas do not always show an alias."""
     if type(output) is not Tensor or not output.is_meta or output.storage_offset():
         return False
     return storage_key(output) not in map(storage_key, tensors_in(inputs))

@@ -1,4 +1,4 @@
-"""Names of aten ops by what they do to data; `memopt.walk.aten.rules` says what that does to channel ids."""
+"""Names of aten ops, grouped by their effect on data; `memopt.walk.aten.rules` has their effect on channel ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOVEMENT = _names(
 SAME_ELEMENTS = {"_to_copy", "to", "type_as", "clone", "contiguous", "detach", "alias", "lift_fresh"}
 RESHAPES = {"view", "_unsafe_view", "_reshape_alias", "reshape"}
 
-#: Elements are moved and padded, with a constant or with some of them.
+#: Elements are moved and padded, with a constant or with copies of elements.
 PADS = _names(
     "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
     "replication_pad3d"

@@ -1,4 +1,4 @@
-"""Which parameter is this tensor, and along which of the parameter's axes does each of its dimensions run?
+"""Finds the parameter that a tensor is a view or copy of, and the parameter's axis that each dimension runs along.
 
 A view of a parameter is recognised by its storage and strides, so transposes, chunks and slices need no rule. A
 copy (cast, gather, reshape of a permuted weight) is followed op by op. `memopt.walk.flow.shadow` records the uses.
@@ -35,7 +35,7 @@ Dimension = Along | str | None
 
 @dataclass(frozen=True)
 class ParameterView:
-    """A tensor whose elements are those of one parameter."""
+    """A tensor whose elements are elements of one parameter, and the axis that each of its dimensions walks."""
 
     parameter: nn.Parameter
     dims: tuple[Dimension, ...]
@@ -93,7 +93,7 @@ class ParameterTable:
         self._copies.clear()
 
     def follow(self, name: str, args: tuple[Any, ...], source: Tensor, outputs: list[Tensor]) -> bool:
-        """Follow an op that views or copies `source`, a `view`, into its outputs; False if it is another use."""
+        """Follow an op that views or copies `source`, which has a `view`, into its outputs; False for any other op."""
         view = self.view(source)
         assert view is not None
         same_memory = all(storage_key(out) == storage_key(source) for out in outputs)
@@ -141,7 +141,7 @@ def _dimensions(tensor: Tensor, parameter: nn.Parameter) -> tuple[Dimension, ...
 def _through_copy(
     name: str, args: tuple[Any, ...], source: Tensor, out: Tensor, dims: tuple[Dimension, ...]
 ) -> tuple[Dimension, ...] | None:
-    """Dimensions of a copy of `source`; None when the op does something else than copying or scaling all of it."""
+    """Dimensions of a copy of `source`; None when the op does anything but copy, gather or scale it."""
     if name in {"_to_copy", "clone", "contiguous", "detach", "alias"} and args[0] is source:
         return dims
     if name == "index" and args[0] is source:
@@ -161,7 +161,7 @@ def _through_copy(
 def _through_view(
     name: str, args: tuple[Any, ...], source: Tensor, outputs: list[Tensor], dims: tuple[Dimension, ...]
 ) -> tuple[Dimension, ...] | None:
-    """Dimensions of a view of a copy, whose strides no longer tell them."""
+    """Dimensions of a view of a followed copy, whose strides do not show the parameter's axes."""
     if len(outputs) != 1:
         return None
     out, rank = outputs[0], source.dim()

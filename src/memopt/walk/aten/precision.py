@@ -36,7 +36,7 @@ def widen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...
 
 
 class Float64Mode(TorchDispatchMode):
-    """Runs every op with the dtypes that `widen` gives it."""
+    """Runs every op with its dtype arguments changed by `widen`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,14 +44,14 @@ class Float64Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = widen(args, kwargs or {})
         if func.overloadpacket in _PRODUCTS and len({each.dtype for each in args}) > 1:
-            # A cast of an fp32 tensor to fp32 is no operation; older rotary embeddings multiply it with one that is.
+            # A cast of fp32 to fp32 runs no op and stays fp32; older rotary embeddings multiply it by a widened tensor.
             args = tuple(each.double() for each in args)
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def precise(dtype: torch.dtype) -> Iterator[None]:
-    """Where `dtype` is fp64, everything inside is computed in fp64, upcasts "to float32" included."""
+    """If `dtype` is fp64, compute everything inside in fp64, upcasts "to float32" included; else change nothing."""
     if dtype != torch.float64:
         yield
         return
@@ -61,7 +61,7 @@ def precise(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """`dtype` is torch's default inside."""
+    """Make `dtype` torch's default dtype inside."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,8 +1,8 @@
-"""What each aten op does to channel ids: the rules of `memopt.walk.flow.shadow`, one op at a time.
+"""The effect of each aten op on channel ids: the rules of `memopt.walk.flow.shadow`, one op at a time.
 
-A `Shadow` says, for every element of a tensor, which channel of which norm scales it. Data movement moves ids,
-a product with something else keeps them, and an op that mixes values, reads them or is not linear is an obstacle,
-named in words for the user. Contractions with parameters are in `memopt.walk.aten.contractions`.
+A `Shadow` gives, for every element of a tensor, the channel and norm that scale it. Data movement moves ids,
+a product with a tensor that no norm made keeps them. An op that mixes values, reads them or is not linear is an
+obstacle, named in words for the user. Contractions with parameters are in `memopt.walk.aten.contractions`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from memopt.walk.aten.ops import (
     STATISTICS,
 )
 
-#: Ids of elements that are zero (any scale is right for them, a shift is not) and of foreign ones.
+#: Ids of elements that are zero (any scale fits them, no shift does) and of elements that no norm made.
 ZERO, FOREIGN = -1, -2
 NO_RULE = "operation without a rule"
 
 
 @dataclass(frozen=True)
 class Shadow:
-    """Channel ids of a tensor that derives from norms, in its shape."""
+    """Channel ids of a tensor that derives from norms; `ids` has the shape of the tensor."""
 
     ids: Tensor
     shift: bool = True
@@ -96,7 +96,7 @@ _OBSTACLES = (
 
 
 def propagate(call: OpCall, shadow_of: ShadowOf) -> Effect:
-    """What an op with at least one shadowed input, and no contraction with a parameter, does to the shadows."""
+    """The effect of an op on shadows; the op has a shadowed input and is no contraction with a parameter."""
     try:
         return _propagate(call, shadow_of)
     except (RuntimeError, TypeError, ValueError, IndexError):  # the op does not run on ids
@@ -159,7 +159,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _move_by_unknown_index(call: OpCall, shadow: Shadow) -> Effect:
-    """A gather whose index is on meta: right for any index when the ids are constant along the indexed dims."""
+    """A gather whose index is on meta: any index gives the same ids if the ids are constant along the indexed dims."""
     ids, out = shadow.ids, call.outputs[0]
     if call.name == "index":
         dims = [d for d, index in enumerate(call.args[1]) if index is not None]
@@ -171,7 +171,7 @@ def _move_by_unknown_index(call: OpCall, shadow: Shadow) -> Effect:
         return "selection that depends on values"
     if call.name == "index":
         firsts = tuple(slice(None) if d not in dims else 0 for d in range(ids.dim()))
-        kept = ids[firsts]  # one axis less for every indexed one
+        kept = ids[firsts]  # without the indexed axes
         leading = dims == list(range(len(dims)))
         if not leading or out.shape[out.dim() - kept.dim() :] != kept.shape:
             return "selection that depends on values"

@@ -1,7 +1,7 @@
 """A user's batch: reading, checking, describing it, and fitting it to a small twin of the model.
 
-A batch maps arguments of the model's forward to values. A twin that runs with one has the real sizes of images and
-sounds (`shrunken(..., sizes=False)`) and a smaller vocabulary.
+A batch maps arguments of the model's forward to values. A twin that runs with a user's batch has the real sizes of
+images and sounds (`shrunken(..., sizes=False)`) and a smaller vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHOWN = 12
 _FEW = 64
 _IDS = re.compile(r"(.*_)?(ids|labels|codes|tokens)")
 _NOT_IDS = re.compile(r".*(position|type|segment).*")
-#: Rows of the first attempt: a twin runs many times.
+#: Rows of the first attempt; few, since a twin runs many times.
 _ROWS = 2
 
 
@@ -67,10 +67,10 @@ def given_batch(inputs: Batch | str | Path | None) -> Batch | None:
 
 
 def check_names(model: nn.Module, batch: Batch) -> None:
-    """Refuse an argument that no forward of `model` takes: a forward with ``**kwargs`` would swallow it silently.
+    """Refuse an argument that no forward of `model` takes: a forward with ``**kwargs`` would ignore it silently.
 
     Raises:
-        InputsError: there is one; names the nearest that the model takes.
+        InputsError: there is such an argument; the message names the nearest argument that the model takes.
     """
     known = list(dict.fromkeys(_known_names(model)))
     unknown = [name for name in batch if name not in known]
@@ -200,7 +200,7 @@ def _is_size(name: str, value: Tensor) -> bool:
 
 
 def _known_names(model: nn.Module) -> Iterator[str]:
-    """Arguments of the forward and, where it passes on others, those of its type hints and of the models inside."""
+    """Arguments of the forward and, if it has ``**kwargs``, of their type hints and of the models inside."""
     yield from forward_parameters(model)
     inner = inner_model(model)
     for parameter in inspect.signature(inner.forward).parameters.values():
@@ -218,7 +218,7 @@ def _article(value: Any) -> str:
 
 
 def fitting(batch: Batch, config: PreTrainedConfig, small: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """`batch` for a model of `small`: its first rows, which do not always run alone, then all of it."""
+    """`batch` fitted to a model of `small`: first with few rows, which do not always run alone, then with all rows."""
     whole = fitted(batch, config, small)
     rows = rows_of(whole)
     if rows > _ROWS:
@@ -230,10 +230,10 @@ def fitting(batch: Batch, config: PreTrainedConfig, small: PreTrainedConfig) -> 
 
 
 def fitted(batch: Batch, config: PreTrainedConfig, small: PreTrainedConfig) -> dict[str, Any]:
-    """`batch`, for a model of `config`, changed for a model of `small`, one of its `shrunken` configs.
+    """`batch`, made for a model of `config`, changed for a model of `small`, one of the `shrunken` configs of `config`.
 
-    A special token id (a placeholder for an image) becomes the corresponding one; an id that is outside of the small
-    vocabulary, or special there, becomes an ordinary one, the same wherever it occurs.
+    A special token id (a placeholder for an image) becomes the corresponding id of `small`. An id outside of the small
+    vocabulary, or special in it, becomes an ordinary id, everywhere the same one.
     """
     moved = dict(_moved_ids(config, small))
     limit = min(_vocabularies(config, small), default=None)

@@ -1,8 +1,8 @@
 """Inputs for a model, from the signature of its forward, its `main_input_name` and its config.
 
-`runnable_calls` returns the calls that were tried and ran, `step_inputs` those of a training step, `training_targets`
-the labels with which a model returns a loss. Arguments are proposed by `memopt.walk.calls.arguments`, labels by
-`memopt.walk.calls.labels`; `memopt.walk.calls.parts` calls what the model's own forward does not reach.
+`runnable_calls` returns the calls that were tried and ran, `step_inputs` the arguments of a training step,
+`training_targets` the labels with which a model returns a loss. `memopt.walk.calls.arguments` proposes arguments,
+`memopt.walk.calls.labels` labels; `memopt.walk.calls.parts` calls the parts that the model's forward does not reach.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Call:
     method: str = ""
     """Name of the method that is called; the module, hooks and all, by default."""
     detail: str = ""
-    """Which of several forms of the inputs it has, as ``patches of 1176``."""
+    """The form of the inputs, where there are several, as ``patches of 1176``."""
 
     @property
     def name(self) -> str:
@@ -53,21 +53,21 @@ class Call:
 
     @property
     def target(self) -> str:
-        """Dotted name of what is called, empty for the model itself."""
+        """Dotted name of the part and method that are called, empty for the model itself."""
         return ".".join(filter(None, (self.part, self.method)))
 
     def run(self, model: nn.Module) -> Any:
-        """What the call returns; arguments are passed as they are, not copied."""
+        """Run the call and return its output; arguments are passed as they are, not copied."""
         module = model.get_submodule(self.part)
         return getattr(module, self.method)(**self.kwargs) if self.method else module(**self.kwargs)
 
     def copied(self) -> Call:
-        """The same call with copies of the arguments, into which a forward may write."""
+        """This call with copies of its arguments, since a forward may write into them."""
         own = {n: v.clone() if isinstance(v, torch.Tensor) else copy.copy(v) for n, v in self.kwargs.items()}
         return replace(self, kwargs=own)
 
 
-#: Runs a call; a walk passes one that observes it.
+#: Function that runs a call; the walk passes one that observes the call.
 Runner = Callable[[nn.Module, Call], Any]
 
 
@@ -87,7 +87,7 @@ def step_inputs(
     run: Runner | None = None,
     runs: Callable[[dict[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of a training forward of `size`: the first of all candidates that run, else the likeliest.
+    """Keyword arguments of a training forward of `size`: the first candidate that runs; if none runs, the likeliest.
 
     Integers are on the CPU and have values, floating tensors are on meta. Token ids come with a mask of ones, where the
     forward takes one and runs with it.
@@ -95,7 +95,7 @@ def step_inputs(
     Args:
         model: in the mode of the step; on the meta device without `runs`.
         run: executes a call, by default `unobserved`.
-        runs: whether a forward with these arguments does, by default a call on the meta device.
+        runs: whether a forward runs with given arguments; by default, it is tried on the meta device.
 
     Raises:
         ModelError: the model has no transformers config, or no arguments of its forward are recognised.
@@ -126,7 +126,7 @@ def masked(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = forward_parameters(model)
     given = {mask: inputs[ids] for mask, ids in MASKS.items() if ids in inputs and mask in names}
-    # A token has ids of several codebooks in one dimension more.
+    # Ids of several codebooks have one dimension more than the mask.
     masks = {mask: torch.ones_like(ids[..., 0] if ids.dim() > 2 else ids) for mask, ids in given.items()}
     return {**masks, **inputs}
 
@@ -139,11 +139,11 @@ def runnable_calls(
     seed: int = 0,
     run: Runner | None = None,
 ) -> Calls:
-    """For each variant and modality, the first call that runs in eval and in train mode; the rest as errors.
+    """For each variant and modality, the first call that runs in eval and in train mode; `errors` has the failed calls.
 
     Inputs are on the model's device, in its floating dtype. `inputs`, if given, are the only call that is tried. Where
-    no call runs in both modes, one that runs in the present mode is taken. The model is left as it was: mode, buffers,
-    and torch's global CPU generator.
+    no call runs in both modes, a call that runs in the model's own mode is taken. The model is left as it was: mode,
+    buffers, and torch's global CPU generator.
     """
     if inputs is not None:
         tried = [Call("inputs", form) for form in _forms(dict(inputs), _place(model)[0])]
@@ -151,14 +151,14 @@ def runnable_calls(
         calls = first_to_run(model, proposed(model, variants, seed), run)
         if calls or isinstance(inner_model(model), PreTrainedModel):
             return calls
-        return _without_config(model, variants, seed, run)  # a wrapper shows the config of the model inside
+        return _without_config(model, variants, seed, run)  # a wrapper with the config of the model inside
     else:
         return _without_config(model, variants, seed, run)
     return first_to_run(model, tried, run)
 
 
 def _without_config(model: nn.Module, variants: Sequence[str], seed: int, run: Runner | None) -> Calls:
-    """Calls of a model without a transformers config; those with targets too are one more of each variant."""
+    """Calls of a model without a transformers config; a variant has one more call with targets, if there are any."""
     device, dtype = _place(model)
 
     def attempt(given: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ def _without_config(model: nn.Module, variants: Sequence[str], seed: int, run: R
     if not calls and not calls.errors:
         why = "has no transformers config, and its inputs cannot be guessed: pass inputs"
         return Calls(errors=[("inputs", f"{type(inner_model(model)).__name__} {why}")])
-    # Notes tell the last error: that of the likeliest inputs.
+    # Notes show the last error, so the likeliest inputs come last.
     return Calls(calls, [(label, f"with guessed inputs: {error}") for label, error in reversed(calls.errors)])
 
 
@@ -212,7 +212,7 @@ def first_to_run(model: nn.Module, tried: Iterable[Call], run: Runner | None = N
 def training_targets(model: nn.Module, inputs: Mapping[str, Any], *, run: Runner | None = None) -> dict[str, Any]:
     """Arguments with which the forward returns a loss for `inputs`, mostly ``labels``; ``{}`` where none are found.
 
-    The shape of the logits decides: a class for each token, row or pixel; a number for each row of a single column.
+    The shape of the logits decides: a class for each token, row or pixel, or a number for each row of one logit.
     """
     config = getattr(inner_model(model), "config", None)
     problem_type = getattr(config, "problem_type", None)
@@ -255,7 +255,7 @@ def proposed(
 
 
 def _forms(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None) -> Iterator[dict[str, Any]]:
-    """`kwargs` on `device`; for meta also with integers left on the CPU: some forwards read sizes, ids or masks."""
+    """`kwargs` on `device`; for meta, then also with integers on the CPU: some forwards read sizes, ids or masks."""
     yield placed(kwargs, device, dtype)
     if device.type == "meta" and (integers := {name: value for name, value in kwargs.items() if _is_integral(value)}):
         yield {**placed(kwargs, device, dtype), **integers}

@@ -36,8 +36,8 @@ _MOST_TRIES = 8
 def every_call(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, run: Runner | None = None) -> Calls:
     """`runnable_calls`, then calls of the parts that none of these reached.
 
-    With `inputs`, these say how the model is used, and no part is called. The errors include one for each part that
-    does not run at all.
+    With `inputs`, only these are run: they show how the model is used, and no part is called. The errors include one
+    for each part that does not run at all.
     """
     visits = _Visits(model)
     with RunningModules(model, entered=visits.enter):
@@ -120,14 +120,14 @@ def _feature_methods(cls: type) -> list[str]:
 
 
 class _Trial:
-    """The possible calls of one part, tried unobserved first, since many reach nothing new."""
+    """The possible calls of one part, tried unobserved first, since many reach no new module."""
 
     def __init__(self, model: nn.Module, part: str, method: str) -> None:
         self.model, self.part, self.method = model, part, method
         self.errors: list[tuple[str, str]] = []
 
     def reaches(self, visits: _Visits) -> bool | None:
-        """Whether the first call that runs reaches something idle; None where none runs."""
+        """Whether the first call that runs reaches a module that has not run before; None if no call runs."""
         idle = visits.idle()
         for call in self.calls(("plain",)):
             visits.now = set()

@@ -14,9 +14,9 @@ from torch import nn
 def preserved(model: nn.Module) -> Iterator[None]:
     """Restore modes, settings and buffers of every module, and torch's CPU generator, on leaving.
 
-    Forwards write running statistics, grow rotary tables, shrink windows to a small image for good. Parameters are not
-    copied: a forward without gradients does not change them. Attributes that a forward adds are not removed: hooks that
-    transformers installs on the first call read them.
+    A forward may write running statistics, grow rotary tables or lastingly shrink its windows to a small image.
+    Parameters are not copied: a forward without gradients does not change them. Attributes that a forward adds are not
+    removed: hooks that transformers installs on the first call read them.
     """
     modules = list(model.modules())
     settings = [_settings(module) for module in modules]
@@ -36,7 +36,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _was_set(module: nn.Module, name: str, before: Any) -> bool:
-    """Whether to restore an attribute; one that was None only if it is a tensor now (a cache)."""
+    """Whether to restore an attribute; an attribute that was None is restored only if it is a tensor now (a cache)."""
     return before is not None or isinstance(vars(module).get(name), torch.Tensor)
 
 

@@ -1,7 +1,7 @@
-"""Batches by a model's own processor from synthetic data: an image, a second of noise, a short text.
+"""Batches that a model's own processor makes from synthetic data: an image, a second of noise, a short text.
 
-For models whose inputs cannot be derived from the config, where the folder has a processor. A processor that fails
-(it lacks a library, a file, a template) is no error: there is one batch less to try.
+They are for models whose inputs cannot be derived from the config, if the folder has a processor. A processor that
+fails (it lacks a library, a file, a template) is no error: its batch is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def has_processor(folder: Path) -> bool:
 
 
 def processed_batches(model: nn.Module, folder: Path, *, trust_remote_code: bool = False) -> Iterator[dict[str, Any]]:
-    """Batches for `model` by the processor in its folder, the fullest first; the same ones in every call."""
+    """Batches for `model`, made by the processor in its folder; fullest first, equal in every call."""
     if not has_processor(folder):
         return
     names = forward_parameters(model)
@@ -55,7 +55,7 @@ def _processor(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _synthetic(processor: Any) -> Iterator[dict[str, Any]]:
-    """Keyword arguments for `processor`: everything that it reads together, then text alone."""
+    """Keyword arguments for `processor`: all kinds of data that it reads together, then text alone."""
     generator = np.random.default_rng(0)
     names = inspect.signature(processor.__call__).parameters
     data: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def _synthetic(processor: Any) -> Iterator[dict[str, Any]]:
 
 
 def _reads(processor: Any, name: str) -> bool:
-    """Every processor of transformers takes all kinds of data; which ones it reads depends on its parts."""
+    """Whether a part of `processor` reads `name`; the processor itself accepts all kinds of data in any case."""
     if not hasattr(processor, "tokenizer"):
         return True
     parts = ("image_processor",) if name.startswith("image") else ("feature_extractor", "audio_processor")
@@ -89,7 +89,7 @@ def _sampling_rate(processor: Any) -> int:
 
 
 def _texts(processor: Any, image: str | None, sound: str | None) -> Iterator[str]:
-    """The text with the processor's placeholders by its chat template, then by its tokens, then without any."""
+    """The text with placeholders from the processor's chat template, then from its tokens, then without any."""
     kinds = [kind for kind, given in (("image", image), ("audio", sound)) if given]
     content = [*({"type": kind} for kind in kinds), {"type": "text", "text": _TEXT}]
     with contextlib.suppress(Exception):  # it has no template, or one that takes other messages

@@ -20,16 +20,16 @@ from memopt.walk.calls.inputs import runnable_calls
 from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.config import shrunken
 
-#: A weight matrix with a standard deviation below the first is scaled to the second: with the usual 0.02 a wrong fold
-#: could vanish in the residual stream.
+#: A weight matrix with a standard deviation below the first is scaled up to the second, at most by 4: with the usual
+#: 0.02, a wrong fold could vanish in the residual stream.
 _VISIBLE_STD, _RAISED_STD = 0.05, 0.08
 
 
 def build_twin(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A small random model of the config's class on CPU, in eval mode; the names of its layers are the real ones.
+    """A small random model of the config's class on CPU, in eval mode; its layers have the names of the real model.
 
-    The first that runs with guessed inputs, or the first of all if none does. Every parameter is random. The same seed
-    gives the same twin; torch's global generator is left as it was.
+    It is the first twin that runs with guessed inputs, or the first of all if none does. Every parameter is random. The
+    same seed gives the same twin; torch's global generator is left as it was.
 
     Raises:
         ModelError: no shrunken form of the config builds.
@@ -48,7 +48,7 @@ def build_driven_twin(config: PreTrainedConfig, inputs: Batch) -> tuple[PreTrain
     """A twin (`build_twin`, fp64) that runs with `inputs`, a batch for `config`, and the batch that fits it.
 
     Raises:
-        InputsError: none runs; says what each failed on.
+        InputsError: no twin runs with them; the message has each error.
         ModelError: no shrunken form of the config builds.
     """
     errors: list[str] = []
@@ -110,6 +110,6 @@ def _random_affine(values: torch.Tensor, is_bias: bool, generator: torch.Generat
 
     if is_bias:
         return values + 0.6 * (uniform() - 0.5)
-    # Away from the initial value on both sides, never near a zero scale (1 and 1 + w alike), and a quarter flipped.
+    # Move away from the initial value to either side, never near a zero scale (w or 1 + w); flip the sign of a quarter.
     moved = values + torch.where(uniform() < 0.5, -1.0, 1.0) * (0.2 + 0.3 * uniform())
     return torch.where((uniform() < 0.25) & (values.abs() > 0.5), -moved, moved)

@@ -10,11 +10,11 @@ from torch import nn
 def find_blocks(
     model: nn.Module, norms: Collection[str], linears: Collection[str], visited: Iterable[str]
 ) -> tuple[str, ...]:
-    """Names of the blocks in order of execution; those that never ran come last.
+    """Names of the blocks in the order in which they first ran; blocks that never ran come last.
 
-    A block is a child of the innermost list whose children are of one type and each hold a norm and a linear (in
-    a model without norms: two linears). Where a model mixes layer types in one list, that list counts if no list of
-    one type is above or inside it.
+    Blocks are the children of a list in which each child holds a norm and a linear (in a model without norms: two
+    linears). Of nested lists with children of one type, the innermost counts. A list with children of several types
+    counts if no list of one type is above or inside it; of nested mixed lists, the outermost counts.
 
     Args:
         norms: names of norm modules.
@@ -36,7 +36,7 @@ def find_blocks(
 
 
 def _lists(model: nn.Module, norms: Collection[str], linears: Collection[str]) -> Iterator[tuple[str, list[str], bool]]:
-    """(name, names of children, all of one type) of every list whose children all look like blocks."""
+    """(name, names of children, whether these have one type) of every list whose children all look like blocks."""
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue

@@ -1,8 +1,8 @@
-"""The branches of a forward that no call took: values decided the other way, lengths on the other side of a limit.
+"""Branches of a forward that no call took: conditions on values are inverted, and inputs of other lengths are run.
 
-A fold that is legal in every observed call may be wrong in a branch that none of them took. Each place where only one
-answer was seen is therefore run with the other one (`memopt.walk.aten.decisions`), and where sizes are compared, and
-the outcome depends on the length of the inputs, calls of such lengths are added that it falls both ways.
+A fold that is legal in every observed call may be wrong in a branch that no call took. A condition on values that had
+one outcome only is therefore inverted in a further forward (`memopt.walk.aten.decisions`). Where the outcome of a
+comparison of sizes depends on the length of the inputs, calls of other lengths are added, to see both outcomes.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from memopt.walk.calls.batch import rows_of
 from memopt.walk.calls.inputs import Call, Runner, first_to_run, proposed, run_once
 from memopt.walk.models.config import one_line
 
-#: Longest inputs that are made to get to the other side of a limit.
+#: Greatest length that is tried to invert a comparison of sizes; twice the first length, where that is more.
 LONGEST = 256
-#: Places that are run with the other answer, and lengths that are added; a model with more has norms left unfolded.
+#: Most places that are inverted (with more, no norm is folded); most lengths that are tried, the first two included.
 MOST_PLACES, MOST_LENGTHS = 32, 8
 
 
 class Branches:
-    """Runs calls by `run` and remembers what their forwards decided by."""
+    """Runs calls through `run`, and records the conditions on values and the comparisons of sizes in their forwards."""
 
     def __init__(self, run: Runner) -> None:
         self._run = run
         self._turned: frozenset[Place] = frozenset()
         self._needed: frozenset[Place] = frozenset()
         self.exploring = False
-        """Whether the call that runs is one that is added here."""
+        """True from the first call of `take` or `lengths` on: all later calls are added by this class."""
         self._answers: dict[Place, set[bool]] = defaultdict(set)
         self._first: dict[Place, tuple[Call, bool, frozenset[Place]]] = {}
         self._sizes: dict[str, list[Comparison]] = {}
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        """Run a call under observation, as a `Runner`."""
+        """Run a call and record its decisions; the signature is that of a `Runner`."""
         decisions = Decisions(self._turned)
         try:
             with decisions:
                 output = self._run(model, call)
         except Exception:
-            # Other arguments, which do not fit the model, are tried too, and decide nothing; and of several places only
-            # one decided how this ended.
+            # Record nothing of a failed call: its arguments may not fit the model, and of several inverted places
+            # any one may have failed. With one inverted place, that place has been observed.
             if len(self._turned - self._needed) == 1:
                 self._note(decisions, model, call)
             raise
@@ -66,9 +66,9 @@ class Branches:
             self._first.setdefault(place, (call, model.training, self._turned))
 
     def take(self, model: nn.Module) -> str:
-        """Run the branches that the calls so far did not take, by values; why not all of them could be observed."""
+        """Run the branches on values that no call took. Returns why some branch was not observed; empty if all were."""
         self.exploring, tried, own_files = True, set[Place](), _files(model)
-        # Most of what is open at first can be turned round at once, in a forward or two.
+        # Invert all places with one outcome at once: one forward may observe most of them.
         together = {place for place in self._answers if self._is_open(place)}
         if len(together) > 1:
             self._turn(model, *self._first[min(together)], together)
@@ -77,7 +77,7 @@ class Branches:
                 return f"its forward decides by values at more than {MOST_PLACES} places"
             tried.add(place)
             error = self._turn(model, *self._first[place], {place})
-            # Code outside of the modules' files calls no module: it prepares masks, which may not fit turned round.
+            # Ignore errors outside of the modules' files: that code calls no module, and its mask may not fit inverted.
             if error is not None and place[0] in own_files and not _is_raised(error):
                 where = f"{place[0].rpartition('/')[2]}:{place[1]}"
                 return f"a branch on values, at {where}, cannot be observed ({one_line(error)})"
@@ -89,7 +89,7 @@ class Branches:
     def _turn(
         self, model: nn.Module, call: Call, training: bool, needed: frozenset[Place], places: set[Place]
     ) -> Exception | None:
-        """Run `call` with `places` turned round, and with those `needed` to get there; the error where it fails."""
+        """Run `call` with `places` inverted, and the places `needed` to reach them; returns the error if it fails."""
         self._needed, self._turned = needed, needed | places
         try:
             run_once(model, call, self.run, training)
@@ -100,9 +100,9 @@ class Branches:
         return None
 
     def lengths(self, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> list[Call]:
-        """Run calls of other lengths, on the other side of what was compared, and return those that ran.
+        """Run calls of lengths at which comparisons of sizes have the other outcome, and return the calls that ran.
 
-        Where `inputs` are given, every size of theirs is taken for a length, if the model runs with another one.
+        Without `inputs`, the inputs are guessed. In `inputs`, a size is a length if the model runs with another one.
         """
         self.exploring = True
         if inputs is None:
@@ -133,7 +133,7 @@ class Branches:
         lengths: tuple[int, int],
         tries: Callable[[int], Iterable[Call]],
     ) -> list[Call]:
-        """Calls on the other side of what the calls labelled `first` and `second`, of two lengths, compared."""
+        """Calls of lengths that invert comparisons in the calls labelled `first` and `second`, which have `lengths`."""
         calls, tried = list[Call](), set(lengths)
         while len(tried) < MOST_LENGTHS and (length := next(self._missing(first, second, lengths, tried), None)):
             tried.add(length)
@@ -154,7 +154,7 @@ def _files(model: nn.Module) -> set[str | None]:
 
 
 def _is_raised(error: Exception) -> bool:
-    """Whether Python code raised it, as a branch for wrong inputs does, and not an operation that could not run."""
+    """Whether a ``raise`` statement raised it, as in a branch that refuses wrong inputs, and not a failed operation."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -162,7 +162,7 @@ def _is_raised(error: Exception) -> bool:
 
 
 def _pairs(sizes: Sequence[Comparison], others: Sequence[Comparison]) -> Iterator[tuple[Comparison, Comparison]]:
-    """The comparisons of two forwards that are the same but for their numbers."""
+    """Pairs of comparisons, one of each forward, at one place and with one operation: only their numbers differ."""
     by_place: dict[tuple[Place, str], list[Comparison]] = defaultdict(list)
     for other in others:
         by_place[other.place, other.operation].append(other)
@@ -172,7 +172,7 @@ def _pairs(sizes: Sequence[Comparison], others: Sequence[Comparison]) -> Iterato
 
 
 def _sizes_in(inputs: Mapping[str, Any]) -> list[int]:
-    """What may be a length: the sizes beside the rows, those of tensors of integers first."""
+    """Sizes that may be a length: all but 1 and the number of rows. Sizes of integer tensors come first."""
     tensors = [value for value in tree_leaves(dict(inputs)) if isinstance(value, Tensor)]
     tensors.sort(key=lambda tensor: tensor.is_floating_point())
     sizes = [size for tensor in tensors for size in (*tensor.shape[1:], *tensor.shape[:1])]
@@ -180,7 +180,7 @@ def _sizes_in(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def _resized(value: Any, size: int, length: int) -> Any:
-    """`value`, where it is a tensor, with `length` for `size`: a part of it, or repeated."""
+    """A tensor with each dimension of `size` cut or repeated to `length`; any other value unchanged."""
     if isinstance(value, Tensor):
         for dim in (dim for dim in range(value.dim()) if value.shape[dim] == size):
             value = value.index_select(dim, torch.arange(length, device=value.device) % size)
@@ -188,7 +188,7 @@ def _resized(value: Any, size: int, length: int) -> Any:
 
 
 def _other_side(one: Comparison, other: Comparison, lengths: tuple[int, int], tried: set[int]) -> Iterator[int]:
-    """Lengths for which a comparison, seen at two lengths, falls in the ways that those in `tried` do not."""
+    """Lengths at which a comparison has an outcome that no length in `tried` gives; its sides are linear in length."""
     first, second = lengths
     longest = max(LONGEST, 2 * first)
     slope, limit = ((a - b) / (first - second) for a, b in ((one.left, other.left), (one.right, other.right)))

@@ -1,4 +1,4 @@
-"""Functions of a model's own code that save more for backward than what goes in and comes out."""
+"""Functions of a model's own code that save intermediates half as large as their arguments and results, or larger."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class _FunctionCall(NamedTuple):
     returned: Any
     begun: int
     ended: int
-    """How many functions of PyTorch had been called before it, and until its end."""
+    """`begun`, `ended`: how many functions of PyTorch had been called before the call, and until it returned."""
 
 
 class FunctionCalls:
     """Records calls of the functions in the Python modules of a model's classes.
 
     Args:
-        here: name of the module that is running.
-        called: how many functions of PyTorch have been called so far.
+        here: returns the name of the module that is running.
+        called: returns how many functions of PyTorch have been called so far.
     """
 
     def __init__(self, model: nn.Module, here: Callable[[], str], called: Callable[[], int]) -> None:
@@ -69,10 +69,10 @@ class FunctionCalls:
         return call
 
     def sites(self, saves: Sequence[tuple[Tensor, Save]], parameters: Collection[int | None]) -> list[FunctionSite]:
-        """The functions that save much, the outermost of nested ones, by the module that calls them."""
+        """Functions that save large intermediates (of nested ones, the outermost), by the module that calls them."""
         proved: dict[FunctionName, bool] = {}
         chosen: list[_FunctionCall] = []
-        # A function that another one calls ends first.
+        # An inner function ends before the function that calls it, so the reverse order starts with outer functions.
         for call in reversed(self._calls):
             inner = any(each.begun <= call.begun and call.ended <= each.ended for each in chosen[-1:])
             if inner or not _saves_much(call, saves, parameters):
@@ -88,7 +88,7 @@ class FunctionCalls:
 
 
 def _saves_much(call: _FunctionCall, saves: Sequence[tuple[Tensor, Save]], parameters: Collection[int | None]) -> bool:
-    """Whether it saves inside half as much as goes in and comes out, beyond what would be kept instead."""
+    """Whether its intermediates, less the arguments kept only for a recompute, reach half its arguments and results."""
     first, last = (bisect_left(saves, n + 1, key=lambda saved: saved[1].functions_called) for n in call[-2:])
     inside = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor, _ in saves[first:last]}
     given, returned = (_storages(each, parameters) for each in ((call.args, call.kwargs), call.returned))
@@ -99,9 +99,9 @@ def _saves_much(call: _FunctionCall, saves: Sequence[tuple[Tensor, Save]], param
 
 
 def _storages(values: Any, parameters: Collection[int | None]) -> dict[int | None, int]:
-    """The storages of tensors in `values`, beside those of parameters -> bytes of a tensor in it."""
+    """Storage of each tensor in `values`, unless a parameter has it -> bytes of the tensor."""
     tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
-    found = {storage_key(each): each.nbytes for each in tensors}  # not those of what it is a view of
+    found = {storage_key(each): each.nbytes for each in tensors}  # of a view only its own bytes
     return {key: size for key, size in found.items() if key not in parameters}
 
 

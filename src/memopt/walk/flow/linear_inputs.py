@@ -1,4 +1,4 @@
-"""What else saves a linear's input and output for backward, observed in a training forward on meta with gradients.
+"""Operations that save a linear's input or output for backward, observed in training forwards on meta with gradients.
 
 Sampling the rows that a linear saves frees bytes only where no other operation saves the same storage. Saved-tensor
 hooks show which storages autograd saves, and in which operation. Attention is replaced, because a fused kernel on a
@@ -30,7 +30,7 @@ from memopt.walk.calls.inputs import Call, run_once
 from memopt.walk.flow.functions import FunctionCalls
 from memopt.walk.sites import FunctionSite
 
-#: Names of Python's operators -> those of torch's functions.
+#: Name of a Python operator -> name of torch's function.
 _OPERATORS = {"rdiv": "div", "rpow": "pow", "rmatmul": "matmul"}
 
 
@@ -38,37 +38,37 @@ class InputUse(NamedTuple):
     """Other uses of the input of one linear, and uses of its output."""
 
     saved_by: tuple[str, ...]
-    """The operations other than linears that save it, as ``"relu in mlp.act"``."""
+    """Operations other than linears that save the input, as ``"relu in mlp.act"``."""
     given_to: tuple[str, ...]
-    """The modules around the linear that take it as argument, outermost first: their callers reference it meanwhile."""
+    """Modules around the linear that take its input as argument, outermost first; their callers hold it meanwhile."""
     output_module: str = ""
-    """The module that computes its output, adapters included, from its input; empty where none does that alone."""
+    """Module that computes the linear's output, adapters included, from its input alone; empty where there is none."""
     output_saved_by: tuple[str, ...] = ()
-    """The operations other than linears that save the output of that module."""
+    """Operations that save the output of `output_module`, linears included."""
 
 
 def input_uses(
     model: nn.Module, calls: Sequence[Call], weights: Collection[str], table: ParameterTable
 ) -> tuple[dict[str, InputUse], tuple[FunctionSite, ...], tuple[str, ...]]:
-    """For each of `weights`, the other uses of its linear's input; the functions that save much; and the modules with
-    chains of elementwise operations that save more than what they begin with.
+    """For each of `weights`, the other uses of its linear's input; the functions that save large intermediates; and the
+    modules with chains of elementwise operations that save more bytes than the tensors at the start of the chains.
 
     `calls` of `model`, whose parameters `table` names, run one after the other, in train mode and with gradients, until
-    every linear was reached. The input of a linear that runs several times counts as saved only if every one of its
-    inputs is. Weights of linears that no such forward reached are left out. Where no parameter requires a gradient, all
-    do. The model is left as it was.
+    every linear has run. The input of a linear that runs several times counts as saved only if it is saved in each run.
+    Weights of linears that no such forward reached are left out. If no parameter requires a gradient, all floating
+    parameters do during the forwards. The model is left as it was.
     """
     missing = set(weights)
     uses: dict[str, InputUse] = {}
     functions: dict[str, FunctionSite] = {}
     chains: dict[str, None] = {}
-    # Padded and odd variants mostly reach the same linears: they come last.
+    # Plain calls run first: padded and odd variants mostly reach the same linears.
     for seed, call in enumerate(sorted(calls, key=lambda call: "plain" not in call.label.split())):
         if not missing:
             break
         try:
             found, called, chained = _uses_in(model, call, table, seed)
-        except Exception:  # a forward that runs without gradients may raise with them: it writes into a leaf
+        except Exception:  # with gradients, a forward that writes into a leaf raises
             continue
         uses = {**found, **uses}
         functions = {site.name: site for site in called} | functions
@@ -83,10 +83,10 @@ def _uses_in(
     watch = _Watch(model, table)
 
     def run(target: nn.Module, own: Call) -> Any:
-        seed_cpu(seed)  # so that layer drop leaves out other layers in the next call
+        seed_cpu(seed)  # another seed for each call: layer drop then skips other layers
         for module in target.modules():
             if "gradient_checkpointing" in vars(module):
-                vars(module)["gradient_checkpointing"] = False  # it would save nothing in this forward
+                vars(module)["gradient_checkpointing"] = False  # a checkpointed block saves only its inputs
         with torch.enable_grad(), watch.active():
             return own.run(target)
 
@@ -108,16 +108,16 @@ class _Call:
     given: frozenset[int | None]
     """Storages of its arguments."""
     nbytes: int = 0
-    """Of the largest of them, or of those of the call around it."""
+    """Bytes of the largest tensor argument; without one, `nbytes` of the call around it."""
     output: Any = None
     chains: Chains | None = None
     passed: set[ChainCall] = field(default_factory=set)
-    """The operations inside of chains."""
+    """Operations inside of chains: all but the last operation of each."""
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A contraction of a tensor with the parameter `weight`, run by the function call number `function`."""
+    """A contraction of a tensor with the parameter `weight`, in the function call with the number `function`."""
 
     weight: str
     source: Tensor
@@ -127,18 +127,18 @@ class _Reading:
     runs_in: str
     """Name of the innermost module that was running."""
     width: int
-    """Channels of what it gives."""
+    """Channels of the output."""
 
 
 class _Watch:
-    """Observes one forward: which module and function run, what is saved, what linears read."""
+    """Observes one forward: the running modules and functions, the saved tensors, the inputs of linears."""
 
     def __init__(self, model: nn.Module, table: ParameterTable) -> None:
         self.table = table
-        #: Of the modules that are running, the outermost first.
+        #: Calls of the modules that are running, the outermost first.
         self._calls: list[_Call] = []
         self._readings: list[_Reading] = []
-        #: Module with chains -> what they begin with; and modules that return what is inside of a chain.
+        #: Module with chains -> the tensors that they begin with; and modules that return a result from inside a chain.
         self._sources: dict[str, dict[Any, None]] = {}
         self._unfit: set[str] = set()
         self._observer = SavedTensorObserver(
@@ -161,14 +161,14 @@ class _Watch:
             yield
 
     def read(self, weight: nn.Parameter, source: Tensor, out: Any) -> None:
-        """`source` is contracted with `weight`, or with a copy of it."""
+        """Record that `source` was contracted with `weight`, or with a copy of it."""
         running, key = self._observer.modules.current(), storage_key(source)
         given_to = tuple(call for call in self._calls if key is not None and key in call.given)
         name, width = self.table.name(weight, running), out.shape[-1] if isinstance(out, Tensor) and out.dim() else 0
         self._readings.append(_Reading(name, source, self._observer.functions.called, given_to, running, width))
 
     def uses(self) -> dict[str, InputUse]:
-        """By weight; to be called while the graph of the forward is alive."""
+        """Uses of each linear's input and output, by weight; call it while the graph of the forward is alive."""
         linears = {(reading.function, storage_key(reading.source)) for reading in self._readings}
         parameters = {storage_key(parameter) for parameter in self.table.by_name.values()}
         saved: dict[int | None, dict[str, None]] = {}
@@ -194,12 +194,12 @@ class _Watch:
         return found
 
     def functions(self) -> list[FunctionSite]:
-        """To be called while the graph of the forward is alive."""
+        """Functions that save large intermediates; call it while the graph of the forward is alive."""
         parameters = {storage_key(parameter) for parameter in self.table.by_name.values()}
         return self._functions.sites(list(self._observer.saves()), parameters)
 
     def chained(self) -> list[str]:
-        """The modules with chains that save more than what they begin with, which nobody changes."""
+        """Modules with chains that save more than their sources, no source changed and no inner result returned."""
         changed = {name for name, its in self._sources.items() if any(x.tensor._version != x.version for x in its)}
         return [name for name in self._sources if name not in self._unfit | changed]
 
@@ -212,13 +212,13 @@ class _Watch:
         call = self._calls.pop()
         call.output = output
         if call.chains is not None:
-            # Whoever reads it outside may ask for the gradient of all that is made of it.
+            # The caller may ask for gradients of an inner result, which the graph of a recomputed chain leaves out.
             if any(call.chains.made(each) in call.passed for each in tree_leaves(output)):
                 self._unfit.add(call.name)
             call.chains.end()
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """A function that chains may have, called in the code of the innermost module."""
+        """Run a function that may be part of a chain, called in the code of the innermost module."""
         if not self._calls:
             return function(*args, **kwargs)
         call = self._calls[-1]
@@ -227,12 +227,12 @@ class _Watch:
 
     def _found(self, call: _Call, gain: int, last: ChainCall) -> None:
         call.passed.update(each for each in in_order(last) if each is not last)
-        if 4 * gain >= call.nbytes:  # not the weights of a router
+        if 4 * gain >= call.nbytes:  # a small gain, as from a router's weights, is ignored
             self._sources.setdefault(call.name, {}).update(dict.fromkeys(last.sources))
 
 
 class _Functions(TorchFunctionMode):
-    """Shows a watch the functions that chains may have."""
+    """Runs the functions that may be part of a chain through a `_Watch`."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Saved:
-    """What is saved of one storage."""
+    """The saves of one storage: the operations, and the elements that they save."""
 
     def __init__(self) -> None:
         self.by: dict[str, None] = {}
@@ -262,10 +262,10 @@ class _Saved:
 def _output_of(
     reading: _Reading, saved: Mapping[int | None, _Saved], savers: Collection[str]
 ) -> tuple[str, tuple[str, ...]]:
-    """The module that computes the output of a linear from its input alone, and what saves most of that output.
+    """The module that computes a linear's output from its input alone, and the operations that save most of the output.
 
-    The linear's own module, or one around it that adds to it what comes from the same input by linears alone: `savers`
-    are the modules inside which other operations save something.
+    This is the linear's own module, or one around it that adds outputs of other linears to it (an adapter). `savers`
+    are the modules inside which operations other than linears save a tensor of the graph.
     """
     calls = reading.given_to[::-1]
     if not calls or calls[0].name != reading.runs_in:
@@ -276,7 +276,7 @@ def _output_of(
             break
         held = saved.get(storage_key(output))
         is_whole = output.dim() and output.shape[-1] == reading.width
-        if held is not None and is_whole and 2 * held.elements > output.numel():  # a small view is copied instead
+        if held is not None and is_whole and 2 * held.elements > output.numel():  # a small saved view is kept as a copy
             return call.name, tuple(held.by)
     return calls[0].name, ()
 
@@ -326,7 +326,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The flash and the memory-efficient kernel take four dimensions; anything else runs decomposed, as in stock."""
+    """Stands for the flash and memory-efficient kernels, which take four dimensions; other inputs run decomposed."""
     if query.dim() == 4:
         fused: Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
         return fused
@@ -336,7 +336,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
 
 @contextmanager
 def _trained(model: nn.Module) -> Iterator[None]:
-    """If no parameter requires a gradient, all floating ones do inside."""
+    """If no parameter of `model` requires a gradient, all floating ones do inside the context."""
     frozen = [] if any(p.requires_grad for p in model.parameters()) else [*model.parameters()]
     changed = [parameter for parameter in frozen if parameter.is_floating_point()]
     try:
@@ -349,7 +349,7 @@ def _trained(model: nn.Module) -> Iterator[None]:
 
 
 def _in_both(before: InputUse, now: InputUse) -> InputUse:
-    """The uses of a linear that was called twice."""
+    """The uses of a linear that ran twice, combined from both runs."""
     computed_by = before.output_module if before.output_module == now.output_module else ""
     return InputUse(
         _every_time(before.saved_by, now.saved_by),
@@ -360,5 +360,5 @@ def _in_both(before: InputUse, now: InputUse) -> InputUse:
 
 
 def _every_time(before: tuple[str, ...], now: tuple[str, ...]) -> tuple[str, ...]:
-    """All of both, if each call had some."""
+    """The names of both calls if each has some; otherwise none."""
     return tuple(dict.fromkeys((*before, *now))) if before and now else ()

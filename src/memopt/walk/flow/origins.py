@@ -23,9 +23,9 @@ from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearS
 
 _ONE_A_SAMPLE = "its logits are not a row of classes for each token, and small"
 _SOFTMAXES = frozenset({"softmax", "_softmax"})
-#: By how much the classes of a head may differ from the rows of the table of its model's inputs: one may be padded.
+#: Greatest relative difference between a head's classes and the rows of the input embedding: either may be padded.
 _PADDED = 0.1
-#: What :meth:`Labels._see_scores` takes note of.
+#: Ops that :meth:`Labels._see_scores` records.
 _OF_SCORES = frozenset({"embedding", "_log_softmax", "nll_loss_forward", "nll_loss2d_forward"})
 #: Ops whose output has the origin of their input.
 _KEEP_ORIGIN = MOVEMENT | PADS | {"clamp", "clamp_min", "clamp_max", "native_dropout", "dropout"}
@@ -42,7 +42,7 @@ class _Origin:
     scaled: bool = False
     copied: bool = False
     operations: tuple[str, ...] = ()
-    """What was done to a linear's output, one number at a time."""
+    """Operations applied to a linear's output, in order and in words, as ``scale 0.25``."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Gated:
 
 
 class Labels:
-    """Collects sites while forwards run: in eval mode by origins, with `training` dropouts."""
+    """Collects sites while forwards run: in eval mode from the origins of tensors, with `training` from dropouts."""
 
     def __init__(self, model: nn.Module, activations: Mapping[str, ActivationProbe]) -> None:
         self.activations_by_module = dict(activations)
@@ -76,10 +76,10 @@ class Labels:
         self._dropouts: dict[str, DropoutSite] = {}
         self._softmaxes: dict[str, None] = {}
         self._heads: dict[str, tuple[int, bool, int, tuple[str, ...]]] = {}
-        """Weight -> of its logits: dimensions, whether the model itself returns them, number, what was done to them."""
+        """Weight -> its logits: dimensions, whether the model itself returns them, number of classes, operations."""
         self._inputs: tuple[Tensor, ...] = ()
         self._vocabularies: set[int] = set()
-        """Numbers of rows of the tables from which integers among the model's inputs choose."""
+        """Row counts of the embedding tables that the model's inputs index."""
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -91,13 +91,13 @@ class Labels:
         self._set(output, _Origin("norm", name))
 
     def activation(self, name: str, source: Tensor, output: Tensor) -> None:
-        """The activation module `name` ran."""
+        """Record that the activation module `name` ran."""
         if not self.training:
             probe = self.activations_by_module[name]
             self._activated(name, _site(name, probe), source, output)
 
     def contraction(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
-        """`source` was contracted with the parameter `weight`."""
+        """Record that `source` was contracted with the parameter `weight`."""
         self._linears.setdefault(weight, LinearSite(weight, module, shape, source.shape[-1]))
         if self.training:
             return
@@ -118,7 +118,7 @@ class Labels:
         self._linears[weight] = replace(self._linears[weight], bias=bias)
 
     def operation(self, call: OpCall, here: str, parameters: ParameterTable) -> None:
-        """Any op that is no contraction with a parameter."""
+        """Record an op that is no contraction with a parameter."""
         name = call.name.rstrip("_") if call.name not in MOVEMENT else call.name
         if name in NORM_FUNCTIONS:
             self.function_norms.setdefault(here, name)
@@ -132,10 +132,10 @@ class Labels:
             self._see(name, call, here, parameters)
 
     def outputs(self, output: Any, *, of_the_model: bool = True) -> None:
-        """A call returned `output`: find the linears that compute its logits.
+        """Find the linears that compute the logits in `output`, which a call returned.
 
-        Logits are what a mapping calls so and, in an output of any form, a row for each token over the vocabulary of
-        the model's inputs. Those of a part that was called alone (`of_the_model` is False) come after the model's.
+        Logits are the fields of a mapping named ``*logits`` and, in any output, tensors with a row for each token over
+        the vocabulary of the model's inputs. Logits of a part that was called alone (`of_the_model` False) rank last.
         """
         if self.training:
             return
@@ -148,14 +148,14 @@ class Labels:
                 self._head(tensor, tensor.dim())
 
     def _head(self, logits: Tensor, dimensions: int, *, of_the_model: bool = True, read: int = 0) -> None:
-        """`logits` are the output of a head, if they are one of a linear; the last `read` operations are of a loss."""
+        """Record the linear that computed `logits`, if any, as a head; the last `read` operations are the loss's."""
         if (found := self._logits(logits)) is not None:
             weight, operations = found
             head = (dimensions, of_the_model, logits.shape[-1], operations[: len(operations) - read])
             self._heads[weight] = max(head, self._heads.get(weight, head))
 
     def _logits(self, tensor: Tensor) -> tuple[str, tuple[str, ...]] | None:
-        """The weight of the linear whose output this is, and what was done to it."""
+        """The weight of the linear that computed `tensor`, and the operations between; None if no linear did."""
         origin = self._origin(tensor)
         if origin is None:
             return None
@@ -167,7 +167,7 @@ class Labels:
         return (origin.name, operations) if origin is not None and is_one else None
 
     def _see_scores(self, name: str, call: OpCall) -> None:
-        """An embedding of the model's inputs, a log_softmax, or a loss that reads one."""
+        """Record an embedding of the model's inputs, a log_softmax, or a loss that reads a log_softmax."""
         first = call.tensors[0]
         if name == "embedding":
             keys = {storage_key(each) for each in self._inputs}
@@ -181,7 +181,7 @@ class Labels:
 
     @property
     def _samples(self) -> int:
-        """How many the call has: a single row of tokens is one."""
+        """Number of samples in the call; 1 for a single row of tokens."""
         most = max((tensor.dim() for tensor in self._inputs), default=0)
         return max((len(tensor) for tensor in self._inputs if tensor.dim() == most), default=1) if most > 1 else 1
 
@@ -325,11 +325,11 @@ class Labels:
         return tuple(sites.values())
 
     def softmax_sites(self) -> tuple[str, ...]:
-        """Modules whose forward calls a softmax."""
+        """Modules whose forward calls a softmax of a tensor with more than two dimensions."""
         return tuple(self._softmaxes)
 
     def loss_heads(self, parameters: ParameterTable) -> Iterator[LossHead]:
-        """The main one first: logits of every token, of the model itself, over the most classes."""
+        """The main head first: it has logits of every token, which the model itself returns, over the most classes."""
         for weight in sorted(self._heads, key=lambda each: self._heads[each][:3], reverse=True):
             dimensions, _, vocab_size, operations = self._heads[weight]
             names = parameters.names[id(parameters.by_name[weight])]
@@ -348,7 +348,7 @@ def _is_near(classes: int, vocabulary: int) -> bool:
 
 
 def _in_words(name: str, number: object) -> str:
-    """What ``mul``, ``div``, ``add`` or ``sub`` with one number does."""
+    """A ``mul``, ``div``, ``add`` or ``sub`` with one number, in words: ``scale 0.5``, ``shift 1``."""
     value = float(number) if isinstance(number, (int, float)) else None
     if name in {"mul", "div"}:
         return "scale" if not value else f"scale {value if name == 'mul' else 1 / value:g}"
@@ -356,7 +356,7 @@ def _in_words(name: str, number: object) -> str:
 
 
 def _capped(before: tuple[str, ...], kind: str, after: tuple[str, ...]) -> tuple[str, ...]:
-    """All in one: c tanh(x / c) is a cap."""
+    """The operations before and after an activation, joined with it; c tanh(x / c) becomes one cap."""
     if kind == "tanh" and before and after and after[0].startswith("scale "):
         number = float(after[0].removeprefix("scale "))
         if number and before[-1] == f"scale {1 / number:g}":

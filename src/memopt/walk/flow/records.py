@@ -1,4 +1,4 @@
-"""What the walk writes down while it watches: uses of parameters, and what each norm's output reached."""
+"""Records of an observed forward: every use of each parameter, and the operations that each norm's output reached."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from memopt.walk.aten.contractions import Reading
 from memopt.walk.probes.probe import NormProbe
 from memopt.walk.sites import Reach
 
-#: "contract": read by a norm's channels; "raw": contracted with something that is no norm's output; "mixed": with
-#: several channels in one coordinate; "bias": added to the product `weight`; "other": anything else.
+#: "contract": contracted with a norm's output; "raw": with another tensor; "mixed": with a norm's output, but not one
+#: known channel for each coordinate; "bias": added to the product of `weight`; "other": any other use.
 UseKind = Literal["contract", "raw", "mixed", "bias", "other"]
 
 
@@ -42,7 +42,7 @@ class Use:
 
 @dataclass(eq=False)
 class NormRecord:
-    """What was observed of one norm."""
+    """The observations of one norm: its calls, and where its output went."""
 
     name: str
     probe: NormProbe
@@ -50,6 +50,6 @@ class NormRecord:
     width: int = 0
     calls: int = 0
     rejected: str | None = None
-    """Why it is not the norm that the probe found, which only a call can show."""
+    """Why a call shows that it is not the norm that the probe found; None where every call agrees."""
     reaches: dict[Reach, None] = field(default_factory=dict)
     storages: set[int] = field(default_factory=set)

@@ -2,8 +2,8 @@
 
 A `ShadowMode` sees each aten op. The output of a norm is tagged with channel ids (`memopt.walk.aten.rules`), ids follow
 the data, and three things are recorded: which contractions read which channels, what else a norm's output reaches,
-and every use of every parameter. It runs on meta tensors (structure of the real model) and on numbers (the
-twin). What the records mean for a fold is decided in `memopt.walk.folds.verdict`.
+and every use of every parameter. It runs on meta tensors (structure of the real model) and on tensors with values
+(the twin). `memopt.walk.folds.verdict` decides from the records which folds are legal.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ShadowMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Hooks on every module and on the Python reads that never reach the dispatcher."""
+        """Install hooks on every module, and report reads of values in Python, which never reach the dispatcher."""
         handles: list[Any] = []
         activations = self.labels.activations_by_module if self.labels is not None else {}
         for name, module in self._modules.items():
@@ -187,7 +187,7 @@ class ShadowMode(TorchDispatchMode):
     def unobserved(self) -> Iterator[None]:
         before, self._paused = self._paused, True
         try:
-            with no_dispatch():  # modes below do not see it either: it is not part of the forward
+            with no_dispatch():  # hidden from the modes below too: it is not part of the forward
                 yield
         finally:
             self._paused = before
@@ -319,7 +319,7 @@ class ShadowMode(TorchDispatchMode):
         among = self._by_base[start:end]
         if not among:
             return
-        # All ranges at once: a hidden state may have channels of every norm.
+        # Search all ranges at once: a hidden state may have channels of every norm.
         firsts, ends = torch.tensor([(each.base, each.base + each.width) for each in among]).unbind(1)
         place = (torch.bucketize(ids.contiguous(), firsts.contiguous(), right=True) - 1).clamp_(min=0)
         inside = place[(ids >= firsts[place]) & (ids < ends[place])]

@@ -1,4 +1,4 @@
-"""One model, probed and observed: which norms and activations it has, and what every call of it did."""
+"""Probes the modules of one model for norms and activations, and observes its calls."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Observed:
     calls: Sequence[Call]
     traces: list[tuple[str, str]]
     inputs: Mapping[str, InputUse]
-    """Weight of a linear -> what else uses its input; only for linears that ran with gradients."""
+    """Weight of a linear -> other uses of its input; only for linears that ran with gradients."""
     functions: tuple[FunctionSite, ...]
-    """Only those that ran with gradients."""
+    """Functions that save large intermediates; only functions that ran with gradients."""
     chained: tuple[str, ...]
-    """The modules with chains that save more than what they begin with."""
+    """Modules with chains of elementwise operations that save more bytes than the tensors at their start."""
     unseen: str = ""
-    """Why some branch was not observed; empty where all were, or none was looked for."""
+    """Why some branch was not observed; empty if every branch was, or if branches were not requested."""
 
 
 def observe(
@@ -44,14 +44,14 @@ def observe(
 ) -> Observed:
     """Probe the modules of `model`, then observe every call that runs, in eval and in train mode.
 
-    With labels, one more forward records what autograd saves of the linears' inputs. With branches, those that no call
-    took are observed too, and calls of other lengths added, where a forward decides by values or sizes.
+    With labels, forwards with gradients also record which operations save the linears' inputs. With branches, further
+    forwards take the branches on values and sizes that no call took; for sizes, calls of other lengths are added.
     """
     norms, lookalikes, activations = _probe_all(model)
     labels = Labels(model, activations) if with_labels else None
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     mode = ShadowMode(model, norms, labels, float64=not on_meta)
-    # The second run in a row reads state that the first one left on a module; on the twin, where it is cheap.
+    # On the twin, which is cheap, each call runs twice: the second run may read state that the first left on a module.
     repeats = 1 if on_meta else 2
 
     def run(target: nn.Module, call: Call) -> Any:
@@ -64,7 +64,7 @@ def observe(
             calls = every_call(model, inputs, run=branches.run if with_branches else run)
             if with_branches:
                 calls = Calls([*calls, *branches.lengths(model, inputs)], calls.errors)
-            unseen = branches.take(model)  # nothing without branches, since nothing was noted
+            unseen = branches.take(model)  # empty without branches: `run` noted nothing
         weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
         uses, functions, chained = input_uses(model, calls, weights, mode.parameters)
     traces = [*((call.label, "ok") for call in calls), *calls.errors]
@@ -72,7 +72,7 @@ def observe(
 
 
 def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], dict[str, Any]]:
-    """(norms, reasons why others that look like one are none, activations), by module name."""
+    """(norms, reasons why modules that look like a norm are none, activations), each by module name."""
     cache: dict[Any, Any] = {}
     norms: dict[str, NormProbe] = {}
     lookalikes: dict[str, str] = {}
@@ -99,7 +99,7 @@ def _has_vectors_alone(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def plain_torch(float64: bool) -> Iterator[None]:
-    """No fused encoder fast path, which would hide a layer in one op; with `float64` that is the default dtype."""
+    """Disable the fused encoder path, which hides a layer in one op; with `float64`, fp64 is the default dtype."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -111,7 +111,7 @@ def plain_torch(float64: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_of_meta() -> Iterator[None]:
-    """For older models, which ask whether autocast is on for the device of their inputs: torch raises for meta."""
+    """Autocast is off for meta inside; torch raises for meta where older models check the device of their inputs."""
     is_enabled = torch.is_autocast_enabled
 
     def is_enabled_anywhere(*device: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Proves folds with numbers: on a small fp64 model, all of them at once must change no output.
+"""Proves folds with numbers: on a small fp64 model, all folds at once must change no output.
 
-`folded` applies folds and undoes them, `prove` compares the outputs. Whether a fold is legal by structure
-was decided in `memopt.walk.folds.verdict`; a legal fold that fails here is refused.
+`folded` applies folds and undoes them, `prove` compares the outputs. `memopt.walk.folds.verdict` decides whether a
+fold is legal by structure; a legal fold that fails here is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memopt.walk.sites import Consumer, NormSite
 
 #: Largest relative difference of an output, in fp64, after a correct fold.
 TOLERANCE = 1e-10
-#: Smallest effect on an output that counts: nothing can be proved about a norm with less.
+#: Smallest gradient, or change of an output, that counts: nothing is proved about a norm with a smaller effect.
 _VISIBLE = 1e-7
 
 _Outputs = list[tuple[str, Tensor]]
@@ -43,8 +43,8 @@ def prove(
 ) -> Proof:
     """Fold `norms` in `model` (fp64, eval), compare all outputs of two runs of every call, undo.
 
-    `ignoring` names fields of the model's own output that the folds may change. When others differ, each fold is tried
-    alone and the wrong ones are refused; what then still differs together is refused altogether.
+    `ignoring` names fields of the model's own output that the folds may change. If other fields differ, each fold is
+    tried alone and the wrong folds are refused. If the remaining folds together still fail, all of them are refused.
     """
     if not norms:
         return Proof(0.0, (), {})
@@ -81,7 +81,7 @@ def fold_error(
 
 @contextlib.contextmanager
 def folded(model: nn.Module, norms: Iterable[NormSite]) -> Iterator[None]:
-    """Inside, every norm's affine is in its consumers and the norm itself is neutral."""
+    """Inside, every norm's affine is folded into its consumers, and the norm itself has scale 1 and bias 0."""
     with _restored(model) as parameters:
         for norm in norms:
             gamma, beta = _affine(parameters, norm)
@@ -102,9 +102,9 @@ def fold_weight(weight: Tensor, gamma: Tensor, consumer: Consumer) -> Tensor:
 
 
 def fold_bias(bias: Tensor, weight: Tensor, beta: Tensor, consumer: Consumer) -> Tensor:
-    """`bias` plus what `beta` (hidden_size,) adds through the unfolded `weight`."""
+    """`bias` plus the unfolded `weight` times `beta` (hidden_size,), times the consumer's scale."""
     shift = weight.movedim(consumer.axis, -1) @ _along_axis(beta, consumer, neutral=0.0)
-    if shift.dim() > bias.dim():  # a convolution adds up its window
+    if shift.dim() > bias.dim():  # a convolution sums over its window
         shift = shift.sum(dim=tuple(range(bias.dim(), shift.dim())))
     return bias + consumer.scale * shift
 
@@ -149,10 +149,10 @@ def _visible(
     before: list[_Outputs],
     ignoring: Collection[str],
 ) -> list[NormSite]:
-    """Norms on which some output depends: others cannot be proved.
+    """Norms on which some output depends: nothing can be proved about the others.
 
-    Found by the gradient of all outputs, and where that is inconclusive by the negative control: the norm reset
-    without compensation must change an output.
+    The gradient of the outputs decides. Where it is too small or cannot be computed, a negative control decides: a
+    reset of the norm that leaves its consumers as they are must change an output.
     """
     sensitive = _sensitive(model, norms, calls, ignoring)
     return [
@@ -163,7 +163,7 @@ def _visible(
 
 
 def _without_bias(norm: NormSite) -> list[str]:
-    """Weights that absorb the norm's scale and not its bias; proved only if some output depends on the weights."""
+    """Weights that absorb the norm's scale but not its bias; a proof needs outputs that depend on these weights."""
     return [consumer.parameter for consumer in norm.consumers if norm.bias and not consumer.needs_bias]
 
 
@@ -239,7 +239,7 @@ def _difference(expected: list[_Outputs], actual: list[_Outputs]) -> float:
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    """Largest difference relative to the largest size; infinite where one is finite and the other is not."""
+    """Largest difference divided by the largest magnitude in `a`; infinite if only one of two elements is finite."""
     if not (a.is_floating_point() or a.is_complex()) or not a.numel():
         return 0.0
     finite = a.isfinite()

@@ -1,4 +1,4 @@
-"""Folds of the real model that a small twin proves, and why it does not prove the others."""
+"""Proves folds of a real model on a small twin, and gives the reasons for folds that are not proved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memopt.walk.sites import NormSite, Sites
 
 NOT_ON_TWIN = "not proved on the small twin"
 
-#: Equal for the same fold in different layers; starts with the norm's template.
+#: Key of a fold, equal for one fold in different layers; its first element is the norm's template.
 _Fold = tuple[Any, ...]
 
 
@@ -50,9 +50,9 @@ _Proved = tuple[float, tuple[str, ...]]
 def _proofs(
     config: PreTrainedConfig, inputs: Batch | None, known: Collection[_Fold]
 ) -> tuple[dict[_Fold, _Proved], dict[_Fold, str], tuple[str, ...]]:
-    """What is proved, why the rest is not, notes: by guessed inputs and, if given, by `inputs`.
+    """(proved folds, reasons for the others, notes), from guessed inputs and, if given, from `inputs`.
 
-    A fold is proved if one of the two proves it and neither refuses it. `known` are folds that the real model refuses.
+    A fold is proved if one of the runs proves it and none refuses it. `known` are folds that the real model refuses.
     """
     found = [_twin_proofs(build_twin(config), known=known)]
     if inputs is not None:
@@ -71,23 +71,23 @@ def _proofs(
 
 
 def _denied(fold: _Fold, refused: Collection[_Fold], known: Collection[_Fold]) -> bool:
-    """Whether `refused` contains `fold`, or a fold of its norm that the real model does not refuse.
+    """Whether `refused` contains `fold`, or another fold of its norm that the real model does not refuse (`known`).
 
-    The last norm of a stack may be folded where the others feed a residual add; but a refusal that only the twin shows
-    holds for all layers.
+    The last norm of a stack may be folded although the real model refuses the others, which feed a residual add. A
+    refusal that only the twin shows holds for all layers.
     """
     return any(other == fold or (other[0] == fold[0] and other not in known) for other in refused)
 
 
 @dataclass(frozen=True)
 class _TwinProofs:
-    """What one run of a twin shows about folds."""
+    """Results of the proofs on one twin."""
 
     proved: Mapping[_Fold, _Proved] = field(default_factory=dict)
     reasons: Mapping[_Fold, str] = field(default_factory=dict)
     """Fold, or template of the norm alone, -> why it is not proved."""
     refused: frozenset[_Fold] = frozenset()
-    """Folds that are wrong."""
+    """Folds that are illegal on the twin by structure, or that changed an output."""
     note: str = ""
     """Why the twin did not run."""
 
@@ -95,7 +95,7 @@ class _TwinProofs:
 def _twin_proofs(twin: nn.Module, inputs: Batch | None = None, *, known: Collection[_Fold]) -> _TwinProofs:
     """Prove the legal folds on a small fp64 model, run with guessed inputs or with `inputs`, which fit it.
 
-    Folds with cautions are proved on top of the others, on all outputs but those that the cautions name.
+    Folds with cautions are proved with the other proved folds applied, on all outputs but the ones that they change.
     """
     observed = observe(twin, inputs, with_labels=False, with_branches=True)
     if not observed.calls:

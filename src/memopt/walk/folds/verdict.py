@@ -1,8 +1,8 @@
-"""From recorded uses to consumers and fold obstacles, in words for the user.
+"""Derives the consumers of each norm, and its fold obstacles in words for the user, from recorded uses.
 
-Reads the records of `memopt.walk.flow.shadow`, runs nothing. A verdict is legality by structure;
-`memopt.walk.folds.proof` checks the legal folds with numbers. Obstacles are final: the function of the model would
-change, or the fold cannot be made. Cautions name hidden states that a correct fold changes.
+It reads the records of `memopt.walk.flow.shadow` and runs nothing. It decides which folds are legal by structure;
+`memopt.walk.folds.proof` checks legal folds with numbers. An obstacle is final: the fold would change the function of
+the model, or cannot be made. A caution names a hidden state that a correct fold changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_ARTICLE = ("another", "attention", "non-zero", "read of", "scatter into")
 
 
 def norm_sites(mode: ShadowMode, loss_head: str | None) -> tuple[NormSite, ...]:
-    """Sites of the observed norms, less those that a call showed to be none, with the verdict on those that ran.
+    """Sites of the observed norms, with a verdict on each that ran; modules that a call rejects as a norm are left out.
 
     `loss_head` is the weight that computes the logits, if there is one.
     """
@@ -199,7 +199,7 @@ def _obstacles(mode: ShadowMode, record: NormRecord, readers: list[_Weight]) -> 
 
 
 def _cautions(record: NormRecord, readers: list[_Weight], loss_head: str | None) -> Iterator[str]:
-    """What a fold would change although the model's function remains."""
+    """Hidden states that a fold would change although it keeps the model's function."""
     for reach in {r.what: r for r in record.reaches if r.auxiliary}.values():
         yield _explain(reach, also=False)
     if any(weight.name == loss_head for weight in readers):
@@ -227,7 +227,7 @@ def _explain(reach: Reach, also: bool) -> str:
 
 
 def _owner(parameter: str) -> str:
-    """Name of the module whose child has `parameter`."""
+    """Name of the parent of the module that has `parameter`."""
     return parameter.rpartition(".")[0].rpartition(".")[0]
 
 

@@ -11,10 +11,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise where transformers would load another model than the folder's: the base model of its adapter.
+    """Raise if `folder` holds an adapter: transformers would load the adapter's base model.
 
     Raises:
-        ModelError: `folder` holds a PEFT adapter; names the base model.
+        ModelError: `folder` holds a PEFT adapter; the message names the base model.
     """
     path = folder / ADAPTER_CONFIG
     if not path.is_file():

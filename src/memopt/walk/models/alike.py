@@ -1,4 +1,4 @@
-"""Alike blocks of a model, of which a few stand for all."""
+"""Takes alike blocks out of a model, so that a walk or a trace of a few blocks holds for all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-#: Groups of alike blocks that are traced: two at the ends, two between.
+#: Groups of alike blocks that remain: two at the ends, two between.
 LEAST_GROUPS = 4
 _LONGEST_GROUP = 8
 _POSITION = re.compile(r"(idx|index|_id|number)$")
@@ -18,34 +18,34 @@ _POSITION = re.compile(r"(idx|index|_id|number)$")
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks of one list, of which the alike ones of a stretch were left out."""
+    """The blocks of one list, with one stretch of alike blocks that were left out."""
 
     names: tuple[str, ...]
-    """All blocks of the list, in order; without those that were left out before these."""
+    """All blocks of the list, in order, without blocks that an earlier run left out."""
     start: int
-    """Place of the first that was left out."""
+    """Place of the first block that was left out."""
     group: int
     """Blocks in a group; groups are alike."""
     left_out: int
     """Number of blocks that were left out: a multiple of `group`."""
 
     def like(self, place: int) -> int:
-        """The place of the traced block that the one at `place`, which was left out, is like."""
+        """The place of the remaining block that is like the left-out block at `place`."""
         return self.start - self.group + (place - self.start) % self.group
 
 
 def take_out(
     model: nn.Module, blocks: Sequence[str], groups: int = LEAST_GROUPS, *, several: bool = False
 ) -> tuple[Run, ...]:
-    """Take alike blocks out of `model`, which keeps `groups` groups of them, and all that are unlike.
+    """Take alike blocks out of `model`, which keeps `groups` groups of them and all blocks that are not alike.
 
-    Returns what was left out, in the order in which it has to be put back.
+    Returns the runs, in the order in which their left-out blocks have to be put back.
 
     Args:
         model: without adapters; changed in place.
         blocks: names of its repeated blocks.
-        groups: :data:`LEAST_GROUPS` at least, for what is observed of them to stand for the others.
-        several: leave blocks out of every run of a list, by default of the longest alone.
+        groups: at least :data:`LEAST_GROUPS`, so that observations of these blocks hold for the others.
+        several: leave out blocks of every run of alike blocks in a list; by default, of the longest run only.
     """
     lists: dict[str, list[str]] = {}
     for name in blocks:
@@ -84,7 +84,7 @@ def places(names: Sequence[str]) -> Callable[[str], int]:
 
 
 def _run_of(names: tuple[str, ...], signatures: Sequence[Hashable], groups: int) -> Run | None:
-    """The run of which most blocks can be left out; None where that would be one block."""
+    """The run from which most blocks can be left out; None if that is at most one block."""
     best: Run | None = None
     for group in range(1, _LONGEST_GROUP + 1):
         start = 0
@@ -100,7 +100,7 @@ def _run_of(names: tuple[str, ...], signatures: Sequence[Hashable], groups: int)
 
 
 def _signature(block: nn.Module) -> Hashable:
-    """What a block is: its modules with their settings and parameters, whatever its place in the list."""
+    """A key of a block's kind: its modules with their settings and parameters, whatever its place in the list."""
     return tuple(
         (
             name,
@@ -118,7 +118,7 @@ def _signature(block: nn.Module) -> Hashable:
 
 
 def _state(rewrite: object) -> dict[str, Any]:
-    """What a patch stored on a module: a dataclass, or a plain value."""
+    """The fields of the object that a patch stored on a module: a dataclass, or a plain value."""
     return vars(rewrite) if hasattr(rewrite, "__dict__") else {"": rewrite}
 
 

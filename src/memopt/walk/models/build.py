@@ -21,7 +21,7 @@ from memopt.walk.models.limits import watched_build
 def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `config` in its real shape on the meta device: every name and shape, no memory, eval mode.
 
-    Of its tensors `memopt.walk.models.instantiate.numbers_in` alone have values.
+    Only the buffers of `memopt.walk.models.instantiate.numbers_in` have values.
 
     `dtype` defaults to the config's. Attention is SDPA, eager where the class refuses that.
     Experts run as one batched product, because their eager loop branches on values, which meta tensors lack.
@@ -45,8 +45,8 @@ def clone_to_meta(model: nn.Module) -> nn.Module:
     """A structural copy of `model` with every tensor but `numbers_in` on meta: no storage is copied or allocated.
 
     Names, ties (also views that overlap), dtypes, strides, ``requires_grad`` and hooks are those of `model`;
-    gradients are dropped. Works for any module, wrapped (PEFT) or not. A linear that stores codes in the place of its
-    weight is a plain one here: what it does with meta tensors depends on its library.
+    gradients are dropped. Works for any module, wrapped (PEFT) or not. A quantised linear, which stores codes in the
+    place of its weight, becomes a plain linear: its own forward on meta tensors depends on its library.
     """
     numbers = {id(number) for number in numbers_in(model).values()}
     tensors = [tensor for tensor in _tensors_of(model) if id(tensor) not in numbers]
@@ -63,7 +63,7 @@ def clone_to_meta(model: nn.Module) -> nn.Module:
 
 
 class _QuantisedLinear(nn.Linear):
-    """What flows through a quantised linear: its input, of any dtype, times a frozen weight."""
+    """Stands for a quantised linear: multiplies its input, of any dtype, by a frozen weight."""
 
     def __init__(self, module: Any, dtype: torch.dtype | None) -> None:
         bias = getattr(module, "bias", None)
@@ -78,9 +78,9 @@ class _QuantisedLinear(nn.Linear):
 
 
 def _is_quantised_linear(module: Any) -> bool:
-    """Whether `module` is a leaf with the sizes of a linear and has codes, or a tensor that wraps them, as weight.
+    """Whether `module` is a leaf with the sizes of a linear whose weight is codes, or a tensor that wraps codes.
 
-    A plain linear whose weight is another kind of tensor (sharded, or one that dequantises itself) is none.
+    False for a plain linear whose weight is another kind of tensor (sharded, or one that dequantises itself).
     """
     sizes: list[Any] = [getattr(module, name, None) for name in ("in_features", "out_features")]
     if not all(isinstance(size, int) for size in sizes) or next(module.children(), None) is not None:
@@ -107,7 +107,7 @@ Place = tuple[int, int]
 
 
 def _meta_storages(tensors: Iterable[torch.Tensor]) -> dict[Place, torch.UntypedStorage]:
-    """A storage on meta for all tensors that overlap: lying in one flat buffer of an engine is no tie."""
+    """A meta storage for each group of tensors that overlap; tensors that only lie in one flat buffer are not tied."""
     ends: dict[Place, int] = {}
     sizes: dict[int, int] = {}
     for tensor in tensors:

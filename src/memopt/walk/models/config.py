@@ -1,7 +1,7 @@
-"""From a folder or hub id to a config, and from a config to the class that runs it. No weights, no modules here.
+"""Loads the config of a folder or hub id, and finds the class for a config. No weights, no modules here.
 
-Which class belongs to a config is answered by transformers' own registries (`architectures`, the auto mappings,
-`auto_map` for remote code), so a model type that transformers learns tomorrow needs no change.
+The class comes from transformers' own registries (`architectures`, the auto mappings, `auto_map` for remote code), so
+a model type that a later transformers adds needs no change here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load_config(
     remote = on_hub and trust_remote_code and "auto_map" in settings
     options = {"revision": revision, "local_files_only": not hub_answers(str(source), revision)} if remote else {}
     try:
-        # Without trust_remote_code, even False, transformers prompts on stdin.
+        # If trust_remote_code is not passed, not even as False, transformers prompts on stdin.
         with watched_build():
             config = AutoConfig.from_pretrained(
                 str(source) if remote else path.parent, trust_remote_code=trust_remote_code, **options
@@ -271,7 +271,7 @@ def _modeling_module(config: PreTrainedConfig) -> Any:
 def _runs(candidate: Any, config: PreTrainedConfig) -> TypeGuard[type[PreTrainedModel]]:
     if not inspect.isclass(candidate) or not issubclass(candidate, PreTrainedModel) or candidate is PreTrainedModel:
         return False
-    if candidate.forward is PreTrainedModel.forward:  # its parts are called one by one
+    if candidate.forward is PreTrainedModel.forward:  # it has no forward: its parts are called one by one
         return False
     expected = getattr(candidate, "config_class", None)
     return not inspect.isclass(expected) or isinstance(config, expected)

@@ -1,4 +1,4 @@
-"""What the model hub delivers, or one sentence that says why it delivers nothing. No transformers here."""
+"""Downloads files from the model hub, or says in one sentence why that fails. No transformers here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt.errors import ModelError
 
 
 def from_hub(model: str, revision: str | None, what: str, download: Callable[[bool], str]) -> Path:
-    """The path that `download` returns; it gets whether to look in the hub's cache only.
+    """The path that `download` returns; its argument is True to look in the hub's cache only.
 
     Args:
         model: a hub id, ``name`` or ``organisation/name``.
@@ -54,7 +54,7 @@ def from_hub(model: str, revision: str | None, what: str, download: Callable[[bo
 
 
 def _why_offline() -> tuple[str, str]:
-    """Why the hub was not asked, and what to do."""
+    """Why the file was not downloaded, and what the user can do."""
     if not constants.HF_HUB_OFFLINE:
         return f"the hub at {constants.ENDPOINT} does not answer", "Check the network, or give a local folder."
     variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -22,7 +22,7 @@ _safe_creation: Callable[[], AbstractContextManager[None]] = contextlib.nullcont
 with contextlib.suppress(ImportError):  # Old remote code reads values of a torch.linspace in __init__.
     from transformers.initialization import meta_device_safe_creation_ops as _safe_creation
 
-#: Every transformers class has it.
+#: Attention implementation that every transformers class has.
 _FALLBACK_ATTENTION = "eager"
 
 
@@ -67,7 +67,7 @@ def _construct(
 
 
 class _Numbers(TorchFunctionMode):
-    """Whole numbers that become tensors keep their values: a forward computes sizes of its own from them (a stride)."""
+    """Makes tensors of single integers on the CPU, with values: a forward computes sizes (a stride) from them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,7 +77,7 @@ class _Numbers(TorchFunctionMode):
 
 
 def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole numbers that modules of `model` hold as buffers and no checkpoint has, by name."""
+    """The 0-dimensional integer buffers of `model` that have values and are in no checkpoint, by name."""
     found = {
         name: buffer
         for name, buffer in model.named_buffers()

@@ -1,4 +1,4 @@
-"""How large a model may be that is built: a config of a few bytes can ask for a billion layers."""
+"""Limits on the size of a model that is built: a config of a few bytes can describe a billion layers."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from torch.nn.modules import module as registration
 
 from memopt.errors import ModelError
 
-#: Modules and parameters of a model. One with modules of its own for each of 256 experts in 58 layers has 90,000.
+#: Most modules and parameters. A model that has modules for each of 256 experts in each of 58 layers has 90,000.
 MAX_PARTS = 100_000
-#: Elements of all parameters, and length of one dimension; the largest known model has 2e12 and 1e7.
+#: Most elements of all parameters, and greatest length of one dimension; the largest known model has 2e12 and 1e7.
 MAX_ELEMENTS, _MAX_LENGTH = 10**15, 10**8
-#: Fields that count layers, blocks, experts or pixels. Lists as long as that are made before any module is.
+#: Fields that count layers, blocks, experts or pixels. Lists of such a length may be made before any module is.
 _COUNT = re.compile(r"(.*_)?(layers?|blocks?|depths?|experts|stages|repeats|(image|img|crop)_size)")
 _MAX_COUNT = 20_000
-#: CPU seconds that a build may take to end once it is stopped.
+#: CPU seconds after which a build that was stopped and goes on is stopped again.
 _STOPPED_AFTER = 1.0
-#: CPU time and memory of one build, which takes a second and some megabytes where it takes most.
+#: Most CPU seconds and bytes of one build; the most that real models take is a second and some megabytes.
 _MAX_SECONDS, _MAX_BYTES = 12.0, 768 << 20
 
 
 class _Stopped(BaseException):
-    """Raised in a thread that takes too much; no handler of `Exception` swallows it."""
+    """Raised in a thread that takes too much time or memory; no handler of `Exception` swallows it."""
 
 
 def check_counts(settings: Mapping[str, Any]) -> None:
     """Check the numbers of layers, blocks, experts and pixels in a config.json, nested configs included.
 
     Raises:
-        ModelError: one is larger than that of any model.
+        ModelError: a number is larger than in any model.
     """
     queue: list[Any] = [settings]
     while queue:
@@ -59,12 +59,12 @@ def _numbers(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def bounded_build(parts: int = MAX_PARTS, elements: int = MAX_ELEMENTS) -> Iterator[None]:
-    """Inside it, a model that is built in this thread has at most so many modules and parameters, and elements.
+    """Inside it, a model built in this thread has at most `parts` modules and parameters and `elements` elements.
 
-    Some constructors fill a vector in memory, whatever the device. It is as long as what was registered before.
+    Some constructors fill a vector in memory, whatever the device; it is as long as a part registered before it.
 
     Raises:
-        ModelError: it has more; raised from within the constructor of the model.
+        ModelError: the model has more; raised from within the constructor of the model.
     """
     thread = threading.get_ident()
     left, room = parts, elements
@@ -99,11 +99,11 @@ def bounded_build(parts: int = MAX_PARTS, elements: int = MAX_ELEMENTS) -> Itera
 def watched_build() -> Iterator[None]:
     """Inside it, this thread takes at most some seconds of CPU time, and the process some more memory.
 
-    A config can send a constructor into a loop over every pixel of an image. What is in Python code is stopped, from
-    another thread; a single call into C is not.
+    A config can send a constructor into a loop over every pixel of an image. A second thread stops Python code; it
+    cannot stop a single call into C.
 
     Raises:
-        ModelError: it took more.
+        ModelError: the build took more time or memory.
     """
     thread = threading.get_ident()
     clock, process = time.pthread_getcpuclockid(thread), psutil.Process()
@@ -121,7 +121,7 @@ def watched_build() -> Iterator[None]:
                 why.append(f"{_MAX_BYTES >> 20} MiB")
                 again = now
             if why and now >= again:
-                # Python ignores what is raised in a finalizer, so a thread that goes on is stopped again.
+                # Python ignores an exception in a finalizer, so a thread that goes on is stopped again.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stopped))
                 again = now + _STOPPED_AFTER
 
@@ -136,7 +136,7 @@ def watched_build() -> Iterator[None]:
             over.set()
             watcher.join()
             for _ in range(10_000 if why else 0):
-                pass  # the exception arrives where a loop turns round
+                pass  # the exception is raised where a loop jumps back
     except _Stopped:
         pass
     if why:

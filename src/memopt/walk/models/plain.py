@@ -1,6 +1,6 @@
 """Plain functions that transformers keeps beside kernels of other packages (flash-linear-attention, mamba-ssm, ...).
 
-A kernel runs on a GPU alone: neither on meta tensors, by which a model is walked and predicted, nor on the CPU.
+A kernel runs on a GPU only: not on meta tensors, with which a model is walked and predicted, and not on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def plain_functions(model: nn.Module, instead: Mapping[str, Callable[..., Any]] 
     """Inside, the classes of `model` and of its twins call plain functions in the place of kernels.
 
     Args:
-        instead: kernel -> what is called in the place of its plain function, where its package is installed.
+        instead: kernel -> function to call in the place of its plain function, if the kernel's package is installed.
     """
     others: list[tuple[ModuleType, str, Any]] = []
     for home in homes(model):
@@ -38,7 +38,7 @@ def plain_functions(model: nn.Module, instead: Mapping[str, Callable[..., Any]] 
 
 @contextlib.contextmanager
 def exchanged(others: Sequence[tuple[ModuleType, str, Any]]) -> Iterator[None]:
-    """Inside, names in Python modules stand for other things, for the whole process."""
+    """Inside, names in Python modules have other values, for the whole process."""
     before = [(vars(home), name, vars(home)[name]) for home, name, _ in others]
     for home, name, value in others:
         vars(home)[name] = value
@@ -50,18 +50,18 @@ def exchanged(others: Sequence[tuple[ModuleType, str, Any]]) -> Iterator[None]:
 
 
 def kernels_of(model: nn.Module) -> dict[str, str]:
-    """Kernel -> the package that it is taken from, of those that the code of `model` calls where they can run."""
+    """Kernel -> its package, for the kernels that the code of `model` calls if they can run."""
     return {kernel: package for home in homes(model) for _, _, kernel, package in _kernels(home) if package}
 
 
 def homes(model: nn.Module) -> list[ModuleType]:
-    """The modules in which the classes of `model` are defined."""
+    """The Python modules in which the classes of `model` are defined."""
     names = {each.__module__: None for cls in {type(module) for module in model.modules()} for each in cls.__mro__}
     return [sys.modules[name] for name in names if name in sys.modules and name.partition(".")[0] != "torch"]
 
 
 def _kernels(home: ModuleType) -> Iterator[tuple[str, Any, str, str]]:
-    """Of each function that may be a kernel: its name, what stands for it, the kernel, its package ('': not there)."""
+    """(name, value, kernel, package) of each function that may be a kernel; package is '' if it is not installed."""
     for name, value in list(vars(home).items()):
         wrapper = _wrapper(value)
         if wrapper is not None:
@@ -72,7 +72,7 @@ def _kernels(home: ModuleType) -> Iterator[tuple[str, Any, str, str]]:
 
 @functools.lru_cache(maxsize=256)
 def is_kernel(value: Any) -> bool:
-    """Whether `value` calls a kernel, or what stands for one where a step is traced, and not a plain function."""
+    """Whether `value` calls a kernel, or the stand-in for a kernel in a traced step, and not a plain function."""
     wrapper = _wrapper(value)
     if wrapper is None:
         return getattr(value, STANDS_FOR_KERNEL, False)

@@ -1,8 +1,8 @@
-"""Sites of kinds that patches bring: each such patch has a probe of its own, which looks for them in an observed model.
+"""Sites of kinds that patches define: each such patch has a probe that finds its sites in an observed model.
 
-The probe is a file `probe.py` in the folder of the patch, with a function `find(model, sites)`. It returns plain data
-of a class of the patch's own, frozen, whose first field is `name`, that of a module. The registry of patches adds its
-importable name here.
+The probe is a file `probe.py` in the folder of the patch, with a function `find(model, sites)`. The function returns
+instances of a frozen dataclass of the patch, whose first field `name` is the name of a module. The registry of patches
+adds the importable name of the probe to `PROBES`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PROBES: set[str] = set()
 
 
 def with_brought_sites(model: nn.Module, sites: Sites) -> Sites:
-    """`sites`, with those that the probes of patches find."""
-    from memopt.walk.models.plain import plain_functions  # the registry of patches imports no torch
+    """`sites`, with the sites that the patches' probes find in the field `brought`."""
+    from memopt.walk.models.plain import plain_functions  # the registry imports this file without torch
 
     place = {name: number for number, (name, _) in enumerate(model.named_modules())}
     with plain_functions(model):  # a probe may run a copy of a module

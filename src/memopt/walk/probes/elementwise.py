@@ -1,4 +1,4 @@
-"""Is a module an elementwise nonlinearity, and which one? Found by running a copy of it."""
+"""Finds out whether a module is an elementwise nonlinearity, and which one, by running a copy of it."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class ActivationProbe:
     operations: int
     """Aten ops that its forward runs, views and casts not counted."""
     replays: bool
-    """It is deterministic, in train mode too, and does not write into its input: it can be recomputed."""
+    """True if a recompute is possible: no randomness, equal outputs in train and eval mode, no write into the input."""
     parameters: bool = False
-    """It has parameters: scalars, or one number for each channel."""
+    """True if the module has parameters: scalars, or one number for each channel."""
     linear: str | None = None
-    """Its child, a linear that runs first, where it is a function of that linear's output."""
+    """Name of the module's child linear, which runs first, if the activation reads that linear's output."""
     in_place: bool = False
-    """It writes its output into its input, by its attribute `inplace`, and could be recomputed otherwise."""
+    """True if the attribute `inplace` makes the module write into its input, and a recompute is possible without it."""
 
 
 def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationProbe | None:
     """The nonlinearity that `module` computes; None when it is not elementwise or has large parameters.
 
-    A module with one child, a linear, counts if its output is an elementwise function of the linear's, in more than one
-    operation: a single operation saves the linear's output in any case.
+    A module with one child, a linear, counts if its output is an elementwise function of the linear's output and takes
+    more than one operation: a single operation saves the linear's output in any case.
     """
     linear = _only_linear(module)
     if linear is None and (next(module.children(), None) is not None or _channels(module) is None):
@@ -150,7 +150,7 @@ def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -
 
 
 def replays(copy: Isolated, *inputs: Tensor) -> bool:
-    """Whether a recompute in backward gives what the forward gave. Leaves `copy` in train mode."""
+    """Whether a recompute in backward gives the output of the forward. Leaves `copy` in train mode."""
     y = copy.run(inputs[0], None, *inputs[1:])
     copy.module.train()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), RandomDraws() as random:

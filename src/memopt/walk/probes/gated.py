@@ -1,4 +1,4 @@
-"""Is the forward of a gated MLP down(act(gate(x)) * up(x)) and nothing else? Found by running a copy of it.
+"""Finds out, by running a copy, whether the forward of a gated MLP is down(act(gate(x)) * up(x)) and nothing else.
 
 The copy shares the module's code and attributes; its linears are replaced by tiny random ones, so no weight is read
 and the probe takes a millisecond at any size.
@@ -20,15 +20,15 @@ _HIDDEN, _INTERMEDIATE = 6, 10
 #: Pre-activations reach about this size, so that limits and clamps take effect.
 _RANGE = 30.0
 _FP64_TOLERANCE = 1e-10
-#: An activation composed of steps rounds after each: some tens of roundings, of the largest of ten terms.
+#: Some tens of roundings of the largest of `_INTERMEDIATE` terms: an activation of several steps rounds after each.
 _FP16_TOLERANCE = 64 * torch.finfo(torch.float16).eps
 
 
 def with_form(model: nn.Module, site: GatedMLPSite) -> GatedMLPSite:
-    """`site` with its `form`, `act` and `between`, where its module's forward is that formula and nothing else.
+    """`site` with its `form`, `act` and `between`, if the module's forward is the formula above and nothing else.
 
-    The module may have the linears, one activation and one child between the product and down (a dropout); the form of
-    a module with other parameters, buffers or children is None.
+    The module may have the linears, one activation and one child between the product and down (a dropout). With other
+    parameters, buffers or children, `form` stays None.
     """
     module = model.get_submodule(site.name)
     names = site.children
@@ -47,9 +47,9 @@ def with_form(model: nn.Module, site: GatedMLPSite) -> GatedMLPSite:
 
 @torch.no_grad()
 def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], form: GatedForm) -> bool:
-    """Whether `module`, with stand-ins for its linears, computes what `form` says.
+    """Whether `module`, with stand-ins for its linears, computes the formula of `form`.
 
-    Compared in eval and in train mode in fp64, and in 16 bits, where a forward may cast or limit what it computes.
+    Compared in fp64, in eval and in train mode, and in fp16, where a forward may cast or clamp intermediates.
     """
     generator = torch.Generator().manual_seed(0)
     gate, up, down = names

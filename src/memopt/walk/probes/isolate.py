@@ -1,6 +1,6 @@
-"""Copies of one module that can be run: alone in fp64 with any parameters, or on other children in its own's place.
+"""Copies of one module to run: alone in fp64 with any parameter values, or with stand-ins for its children.
 
-The live module is never run, moved or changed; the copy of a module on meta is allocated.
+The live module is never run, moved or changed. The copy of a module on meta is allocated on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 
 
 class Isolated:
-    """The copy. `floats` are the float attributes of the module, candidates for its eps."""
+    """A copy of a module, run alone. `floats` are the module's float attributes, candidates for its eps."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -101,7 +101,7 @@ def with_stand_ins(
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that compute the same up to their parameter values."""
+    """A key that is equal for modules that compute the same function up to their parameter values."""
     attributes = tuple(
         (name, value if isinstance(value, _PLAIN) else _describe(value))
         for name, value in sorted(vars(module).items())
@@ -125,14 +125,14 @@ def _describe(value: Any) -> Any:
 
 
 class Marker(nn.Module):
-    """Shows in its output how often it was applied. Replaces a dropout."""
+    """Stand-in for a dropout: the output shows how often it was applied."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 3 * x + 1
 
 
 class Scrambler(nn.Module):
-    """Its output shows any change of its input, also of the scale, which a norm would hide. Replaces a norm."""
+    """Stand-in for a norm: the output shows any change of the input, also of its scale, which a norm would hide."""
 
     def __init__(self, width: int, generator: torch.Generator) -> None:
         super().__init__()

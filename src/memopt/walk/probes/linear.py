@@ -1,4 +1,4 @@
-"""Whether a module computes x W^T + b of its own weight and bias: by what it computes, not by its class."""
+"""Finds out whether a module computes x W^T + b with its own weight and bias, by running its forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
     try:
         with torch.no_grad():
             y = with_stand_ins(module, parameters=stand_ins).forward(x)
-    except Exception:  # a forward of somebody else's: bitsandbytes asserts that it finds packed weights
+    except Exception:  # a forward may raise anything: bitsandbytes asserts that it finds packed weights
         return False
     matrix = stand_ins["weight"].t() if transposed else stand_ins["weight"]
     expected = nn.functional.linear(x, matrix, stand_ins.get("bias"))

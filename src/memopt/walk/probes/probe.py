@@ -1,6 +1,6 @@
-"""Is a module a norm? Found by running a copy of it alone on random data, never by its class or its name.
+"""Finds out whether a module is a norm by running a copy of it on random data, never by its class or its name.
 
-Which tensors a module gets in its model, `memopt.walk.flow.shadow` observes.
+`memopt.walk.flow.shadow` observes the tensors that a module gets in its model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memopt.walk.sites import BATCH_STATISTICS, CastOrder, NormKind
 _AGREES = 1e-9
 #: Size of an input so small that only eps is left under the root.
 _TINY = 1e-18
-#: Size of an input that a norm changes in every dtype according to which dtype's machine epsilon it adds.
+#: Size of an input for which the output shows, in every dtype, which dtype's machine epsilon a norm adds.
 _SMALL = 1e-4
 #: Width tried for a norm that has neither parameters nor an attribute with its width.
 _ANY_WIDTH = 24
@@ -43,7 +43,7 @@ _OFFSETS: tuple[Literal[0, 1], ...] = (0, 1)
 class NormProbe:
     """A norm: y = (offset + weight) * x_hat + bias, x_hat the normalised last dimension of its only tensor.
 
-    In the kinds without a formula, x_hat is whatever else the module computes of its one or two tensors.
+    In the kinds without a formula, x_hat is any other function of the module's one or two tensors.
     """
 
     kind: NormKind
@@ -57,13 +57,13 @@ class NormProbe:
     offset: Literal[0, 1]
     cast: CastOrder
     with_gate: NormProbe | None = None
-    """What the module computes when it is called with an optional second tensor."""
+    """The probe of the module when it is called with an optional second tensor; None if it takes one tensor only."""
     intermediates: bool = True
     """Whether the stock module saves more than its inputs for backward; not measured where there is a formula."""
 
 
 def probe_norm(module: nn.Module, cache: dict[Any, Any] | None = None) -> NormProbe | str | None:
-    """What `module` computes if it is a norm; a reason if it only looks like one; None if it does not.
+    """The probe of `module` if it is a norm, a reason if it only looks like a norm, None if it does not.
 
     Args:
         module: a live module on any device, meta included; it is copied, never run.
@@ -95,7 +95,7 @@ def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def _without_affine(copy: Isolated, found: _Affine | None, x: Tensor) -> Tensor:
-    """The output for a weight of 1 and no bias."""
+    """The output on `x` with a weight of 1 and no bias."""
     return copy.run(x, _identity(copy, found))
 
 
@@ -109,7 +109,7 @@ def _identity(copy: Isolated, found: _Affine | None) -> dict[str, Tensor]:
 
 
 def _is_per_head(parameter: Tensor) -> bool:
-    """Whether it may be a scale of every channel of every head; matrices of linears are larger."""
+    """Whether `parameter` may be a scale of every channel of every head; matrices of linears are larger."""
     return parameter.dim() == 2 and min(parameter.shape) > 1 and parameter.numel() <= _MAX_PER_HEAD
 
 
@@ -210,12 +210,12 @@ def _probe_per_head(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str |
     if found is None:
         return None
     if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
-        return None  # a scale of each head
+        return None  # it only scales each head
     return _without_formula("heads", copy, width, found, x)
 
 
 def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
-    """A module whose parameters act per channel, but not as a norm of one tensor over the last dimension does."""
+    """Probe a module that does not map one (2, tokens, width) tensor to its shape: gated, or with channels in dim 1."""
     if (gated := _gated(copy, slots, width)) is not None:
         return gated
     for shape in ((2, width, 4, 6), (2, width, 5), (3, width)):
@@ -224,7 +224,7 @@ def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe
             if any(True for _ in copy.module.buffers()):
                 return BATCH_STATISTICS
             if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
-                return _SCALES_ONLY  # a convolution of each channel with one number
+                return _SCALES_ONLY  # a convolution of one number a channel
             return _without_formula("channels", copy, width, found, x)
     return None
 
@@ -240,7 +240,7 @@ def _gated(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | st
 def _without_formula(
     kind: NormKind, copy: Isolated, width: int, found: _Affine | None, *inputs: Tensor
 ) -> NormProbe | str | None:
-    """A norm of which only the affine is known, and that can be recomputed by running it a second time."""
+    """The probe of a norm without a formula: its affine is known, and running it again recomputes it."""
     if found is None:
         return None
     if not replays(copy, *inputs):
@@ -251,9 +251,9 @@ def _without_formula(
 
 
 def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
-    """Whether autograd saves more than the inputs, so that recomputing the module frees bytes.
+    """Whether autograd saves an intermediate as large as the output, so that recomputing the module frees bytes.
 
-    Measured in full training: with frozen parameters autograd may save less.
+    Measured with gradients for all inputs and parameters: with frozen parameters autograd may save less.
     """
     given = [tensor.float().requires_grad_() for tensor in inputs]
     own = {tensor.untyped_storage().data_ptr() for tensor in (*given, *copy.module.float().parameters())}
@@ -275,7 +275,7 @@ def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
 
 
 def _fit(copy: Isolated, found: _Affine | None, width: int) -> tuple[NormKind, float | None] | None:
-    """(family, eps) that reproduce the module to 1e-9 at inputs of size one, of size sqrt(eps) and below."""
+    """(family, eps) that reproduce the module to 1e-9 at inputs of size 1, sqrt(eps) and `_TINY`."""
     x, normalise = _tokens(width), functools.partial(_without_affine, copy, found)
     if normalise(x).shape != x.shape:
         return None
@@ -294,9 +294,9 @@ def _fit(copy: Isolated, found: _Affine | None, width: int) -> tuple[NormKind, f
 def _with_machine_eps(
     copy: Isolated, found: _Affine | None, width: int, kind: NormKind, eps: float
 ) -> tuple[NormKind, float | None] | None:
-    """(family, eps), where an eps that is fp64's machine epsilon may be that of another dtype in another dtype.
+    """(family, eps); an eps of fp64's machine epsilon becomes None if the module's eps depends on the dtype.
 
-    None for a rule that memopt's norms do not know, as the machine epsilon of a 16-bit input itself.
+    Returns None for a rule that memopt's norms do not have, such as the machine epsilon of a 16-bit dtype.
     """
     if not math.isclose(eps, torch.finfo(torch.float64).eps):
         return kind, eps
@@ -319,7 +319,7 @@ def _with_machine_eps(
 
 
 def _in_dtype(copy: Isolated, x: Tensor, values: dict[str, Tensor]) -> Tensor:
-    """Output of the module in the dtype of `x`, without any cast of memopt's."""
+    """Output of the module, run in the dtype of `x` and not widened to fp64."""
     copy.module.to(x.dtype)
     try:
         return copy.run(x, {name: value.to(x.dtype) for name, value in values.items()}, native=True)
@@ -366,7 +366,7 @@ def _rows(*shape: int) -> Tensor:
 def _cast_order(
     copy: Isolated, weight: str, bias: str | None, offset: int, kind: NormKind, eps: float | None
 ) -> CastOrder:
-    """Which of the two roundings to bf16 the module does, by the number of equal elements."""
+    """The cast order whose formula in bf16 reproduces more elements of the module's output."""
     width = copy.parameter(weight).numel()
     x = _rows(16, width).bfloat16()
     values = {weight: (torch.rand(width) * 1.3 + 0.3).bfloat16()}

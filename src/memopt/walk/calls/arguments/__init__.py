@@ -42,8 +42,8 @@ def candidates(
 ) -> Iterator[tuple[str, Kwargs]]:
     """(``modality:detail``, kwargs) of every call of the model to try, the likeliest first.
 
-    Tensors are on CPU, floating ones in fp32. With `method`, of every way to call that method: first with the arguments
-    that it shares with the forward.
+    Tensors are on CPU, floating ones in fp32. With `method`, the calls are calls of that method, first with the
+    arguments that it shares with the forward.
     """
     if method:
         request = Request.of(model, variant, seed, method, size)
@@ -59,5 +59,5 @@ def candidates(
             for detail, given in rule(request):
                 yield f"{modality}:{detail}", complete(request, given)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if size and "can't allocate memory" in str(error):  # the size is too large, not the config odd
+            if size and "can't allocate memory" in str(error):  # the size is too large; the config is not at fault
                 raise

@@ -1,7 +1,7 @@
 """Arguments as a docstring describes them: ``actions (`torch.Tensor` of shape `(batch_size, length, act_dim)`)``.
 
 transformers documents the arguments of every forward in this form, with sizes named like the fields of the config.
-Which values are legal is not documented, so ids are 0 or 1.
+The legal values are not documented, so ids are 0 or 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Description:
     type: str
     optional: bool
     of_one_row: bool
-    """The shape has no batch dimension."""
+    """Whether the shape has no batch dimension."""
 
     def value(self, request: Request, name: str) -> torch.Tensor:
         """A tensor of this shape: ones for masks and counts, 0 or 1 for ids, else normally distributed numbers."""
@@ -43,7 +43,7 @@ class Description:
 
 
 def described(request: Request) -> dict[str, Description]:
-    """Description of every argument whose documented shape is in terms of the config."""
+    """Description of every argument whose documented shape can be computed from the config."""
     found: dict[str, Description] = {}
     documentation = inspect.getdoc(getattr(request.model, request.method)) or ""
     for name, kind, shape, rest in _SHAPE.findall(documentation):

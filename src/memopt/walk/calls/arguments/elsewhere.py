@@ -1,7 +1,7 @@
-"""Arguments of a model that has no transformers config, by the names in its signature and by its layers.
+"""Arguments of a model without a transformers config, from the names in its signature and from its layers.
 
-Names say what kind of tensor an argument is (`ARGUMENTS`), the first layers say it of the main argument. How wide a
-tensor has to be, `fitted` reads from the layer that refuses another width.
+The name of an argument gives its kind of tensor (`ARGUMENTS`); for the main argument, the first layers do (`MAIN`).
+`fitted` takes the width of a tensor from the layer that refuses another width.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from memopt.walk.calls.arguments.plain import token_ids
 from memopt.walk.calls.arguments.request import BATCH, Forms, Kwargs, parameters_of
 
-#: Widths that no layer has: a layer that meets one in its input tells which argument it comes from.
+#: Widths that no layer has: one of them in a layer's input shows which argument it comes from.
 _UNKNOWN = (5, 37, 41, 43, 47, 53, 59, 61)
 #: Text beside an image, in tokens.
 _TEXT, _ODD_TEXT = 8, 7
-#: Images: frames of a video, and sides in tokens of a sequence of patches.
+#: Frames of a video; side of an image in tokens, where it is a sequence of patches.
 _FRAMES, _ROWS = 2, 4
-#: Fields and attributes that hold the side of an image, in pixels; sides that are tried beside.
+#: Fields and attributes that hold the side of an image, in pixels; further sides that are tried.
 _SIDES = ("img_size", "image_size", "sample_size", "input_size")
 _USUAL_SIDES = (64, 224)
 _MOST_REPAIRS = 12
@@ -40,7 +40,7 @@ class Foreign:
     model: nn.Module
     names: Mapping[str, inspect.Parameter]
     settings: Mapping[str, Any]
-    """Of its ``config``: a mapping, a dataclass or any object."""
+    """Fields of its ``config``, which may be a mapping, a dataclass or any object."""
     text: int
     generator: torch.Generator
 
@@ -67,7 +67,7 @@ Run = Callable[[Kwargs], Any]
 Build = Callable[[Foreign], Any]
 Kinds = tuple[tuple[type[nn.Module], tuple[Callable[[Foreign, int], Tensor], ...]], ...]
 
-#: First layer -> what the main argument may be: images, frames of a video, a sequence, a wave.
+#: Type of a first layer -> builders of the main argument: images, frames of a video, a sequence, a wave.
 MAIN: Kinds = (
     (nn.Conv3d, (lambda it, side: it.normal(BATCH, _UNKNOWN[0], _FRAMES, side, side),)),
     (
@@ -95,7 +95,7 @@ def _axes(it: Foreign) -> int:
 
 
 def _conditions(it: Foreign) -> dict[str, Any]:
-    """What UNets and DiTs take beside the text: sizes and a pooled text, or nothing."""
+    """Conditions of UNets and DiTs besides the text: a pooled text and sizes, or no resolution and aspect ratio."""
     if it.settings.get("addition_embed_type") != "text_time":
         return {"resolution": None, "aspect_ratio": None}
     times = 6 * it.whole("addition_time_embed_dim", 256)
@@ -103,8 +103,8 @@ def _conditions(it: Foreign) -> dict[str, Any]:
     return {"text_embeds": it.normal(BATCH, width), "time_ids": torch.ones(BATCH, 6)}
 
 
-#: What other arguments are, by their names, in the order in which widths are given. An argument that has a default is
-#: given where its pattern stands here.
+#: Pattern of a name -> builder of the argument; the first pattern that matches counts. Arguments without a match are
+#: left out.
 ARGUMENTS: tuple[tuple[re.Pattern[str], Build], ...] = tuple(
     (re.compile(pattern), build)
     for pattern, build in (
@@ -131,10 +131,10 @@ ARGUMENTS: tuple[tuple[re.Pattern[str], Build], ...] = tuple(
 
 
 def foreign(model: nn.Module, variant: str, seed: int, run: Run) -> Forms:
-    """Ways to call a model that has no transformers config. Those of one detail are alternatives.
+    """Forms in which to call a model without a transformers config; forms with one detail are alternatives.
 
     Args:
-        run: calls the model; with it widths are fitted and, of images and sequences, the first that runs is found.
+        run: calls the model; it serves to fit widths, and to find the first image or sequence that runs.
     """
     it = Foreign.of(model, variant, seed)
     reads_images = any(isinstance(module, nn.Conv2d | nn.Conv3d) for module in model.modules())
@@ -155,7 +155,7 @@ def foreign(model: nn.Module, variant: str, seed: int, run: Run) -> Forms:
 
 
 def _tensors(it: Foreign) -> Iterator[Kwargs]:
-    """The main argument by the first layers, others by their names: all of them, then the required ones alone."""
+    """The main argument from the first layers, with all other arguments by their names, then with the required ones."""
     main = next(iter(it.names), "")
     if not main:
         return
@@ -179,7 +179,7 @@ def _others(it: Foreign, names: list[str]) -> Kwargs:
 
 
 def _of_the_model_inside(it: Foreign, variant: str, seed: int) -> Forms:
-    """What a model of transformers inside takes: as named arguments of the wrapper, or as a mapping."""
+    """Arguments of a transformers model inside: as named arguments of its wrapper, or as one mapping."""
     from memopt.walk.calls.arguments import candidates
 
     inner = next((each for each in it.model.modules() if isinstance(each, PreTrainedModel)), None)
@@ -220,7 +220,7 @@ def _sides(it: Foreign) -> list[int]:
 
 
 class _Refused(BaseException):
-    """A layer meets a width that is not its own. No handler of `Exception` in a model swallows it."""
+    """A layer's input has another width than the layer takes. No handler of `Exception` in a model swallows it."""
 
     def __init__(self, met: int, wanted: int) -> None:
         super().__init__(met, wanted)
@@ -228,9 +228,9 @@ class _Refused(BaseException):
 
 
 def fitted(model: nn.Module, given: Kwargs, run: Run) -> bool:
-    """Whether `model` runs with `given`, whose unknown widths become those that its layers want.
+    """Whether `model` runs with `given`; unknown widths in `given` are replaced by the widths that layers take.
 
-    A forward stops at the layer that refuses a width. Several pixels, or arguments, side by side are a multiple of it.
+    A forward stops at the first layer that refuses a width. Concatenated pixels or arguments give a multiple of one.
     """
     hooks = [
         module.register_forward_pre_hook(partial(_refuse, dimension=dimension, wanted=width))
@@ -244,7 +244,7 @@ def fitted(model: nn.Module, given: Kwargs, run: Run) -> bool:
             except _Refused as refusal:
                 if not _repair(given, refusal):
                     return False
-            except Exception:  # whatever a model raises for inputs that are not its own
+            except Exception:  # a model may raise anything for wrong inputs
                 return False
             else:
                 return True
@@ -254,12 +254,12 @@ def fitted(model: nn.Module, given: Kwargs, run: Run) -> bool:
             hook.remove()
 
 
-#: Their weight belongs to the channels, not to the last dimension.
+#: Modules whose weight has a number for each channel in dimension 1, not for the last dimension.
 _OVER_CHANNELS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.PReLU)
 
 
 def _wanted(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """(dimension, width) that the input of a layer has to have."""
+    """(dimension, width) that the input of `module` needs."""
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Linear):
         yield -1, module.in_features
@@ -275,7 +275,7 @@ def _refuse(module: nn.Module, args: tuple[Any, ...], dimension: int, wanted: in
 
 
 def _repair(given: Kwargs, refusal: _Refused) -> bool:
-    """Whether an argument got the width that was wanted."""
+    """Give an argument the width that the layer takes; False if no argument has an unknown width of that size."""
     for name, value in given.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue

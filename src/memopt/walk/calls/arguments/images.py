@@ -12,7 +12,7 @@ from memopt.walk.calls.arguments.request import Forms, Kwargs, Request
 _IMAGES = ("pixel_values", "image_pixel_values", "pixel_values_images", "flattened_patches", "image")
 _VIDEOS = "pixel_values_videos"
 _FRAMES = ("num_frames", "frames_per_clip")
-#: Share of the width that a padded image is masked in.
+#: Of a padded image, the last 1 / `_MASKED` of the width is masked.
 _MASKED = 4
 
 _SIDES = ("image_size", "img_size", "max_img_size", "input_size")
@@ -21,7 +21,7 @@ _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 #: Patches a side of an image whose size is passed as an argument.
 _FEW_PATCHES = 8
 
-#: Columns of a grid that the argument's name ends with: time, height and width, or height and width.
+#: Endings of the name of a grid argument; they name its columns: time, height and width, or height and width.
 _GRIDS = ("grid_thw", "grid_hws", "grid_hw")
 
 
@@ -70,7 +70,7 @@ def image_forms(request: Request, *, odd_size: bool = False) -> Forms:
     several = _several(request, side, request.whole(*_FRAMES, default=2))
     yield "several", {values: several, **extra}
     if "pixel_attention_mask" in request.names:
-        # Tiles, or a robot's cameras, come with a mask of those that are present.
+        # Tiles, or a robot's cameras, come with a mask of the tiles or cameras that are present.
         there = request.ones("pixel_attention_mask", *several.shape[:2])
         yield "several, all of them there", {values: several, "pixel_attention_mask": there}
     yield "patches", {values: _patches(request, (side[0] // request.patch_side) * (side[1] // request.patch_side))}
@@ -104,7 +104,7 @@ def side_of(request: Request) -> tuple[int, int]:
     if "prompt_pixel_values" in request.names:
         # The prompt is put above the image.
         height //= 2
-    # Windows of a fixed number a side, and features that are merged before the text model, need whole patches.
+    # A fixed number of windows a side, or features merged before the text model, divide the sides in patches.
     merged = request.whole(*_FACTORS, default=1) if "input_ids" in request.names else 1
     group = request.whole("num_windows_side", "num_windows", default=merged)
     if group > 1:
@@ -114,7 +114,7 @@ def side_of(request: Request) -> tuple[int, int]:
 
 
 def _odd_side(request: Request) -> tuple[int, int]:
-    """A slightly smaller image, whose sides in patches no window divides."""
+    """(height, width) of a slightly smaller image; the window divides neither side, counted in patches."""
     patch = request.patch_side
     window = request.whole("window_size", default=2) or 2
     # A pyramid halves the side at each stage; its last stage keeps its size, so that a window still fits.
@@ -141,7 +141,7 @@ def _other_towers(request: Request, values: str) -> Kwargs:
 
 
 def _several(request: Request, side: tuple[int, int], count: int) -> torch.Tensor:
-    """Frames, a pair, or tiles of each image; in a walk one row if they are many."""
+    """`count` images a row: frames, a pair, or tiles; in a walk, one row only if `count` is above 4."""
     if request.setting(*_SIDES) is None:
         side = side[0] // 2, side[1] // 2
     rows = request.batch if count <= 4 or request.size else 1
@@ -149,7 +149,7 @@ def _several(request: Request, side: tuple[int, int], count: int) -> torch.Tenso
 
 
 def _tiles(request: Request, values: str, side: tuple[int, int]) -> Kwargs:
-    """One image of the largest number of tiles."""
+    """One image a row, with the largest number of tiles."""
     tiles = request.whole("max_num_tiles", default=4)
     return {
         values: request.normal(request.batch, 1, tiles, request.channels, *side),
@@ -159,7 +159,7 @@ def _tiles(request: Request, values: str, side: tuple[int, int]) -> Kwargs:
 
 
 def _tiles_by_size(request: Request, values: str, side: tuple[int, int], resolutions: list[tuple[int, int]]) -> Kwargs:
-    """Images of the smallest resolution that is cut into tiles, and the whole image as one tile more."""
+    """Images of the smallest resolution, cut into tiles, with the whole image as one more tile."""
     height, width = min(resolutions, key=lambda size: size[0] * size[1])
     count = 1 + (height // side[0]) * (width // side[1])
     return {
@@ -177,9 +177,9 @@ def merge_of(request: Request) -> int:
 
 
 def _packed(request: Request, values: str, video: bool) -> Forms:
-    """(detail, kwargs) for images, or videos, in argument `values`; nothing for a forward without such positions.
+    """(detail, kwargs) for patches of images or videos in `values`; nothing if no argument has the patches' positions.
 
-    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3; in a step of 16 x 16, if that runs.
+    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3; in a step first of 16 x 16.
     """
     merged = request.whole(*_MERGES, "pooling_kernel_size", default=2)
     small = (2 * merged, (3 if request.variant == "odd" else 2) * merged)
@@ -266,7 +266,7 @@ def _flattened(request: Request, rows: int, columns: int) -> Kwargs:
 
 
 def _patches(request: Request, count: int, *width: str) -> torch.Tensor:
-    """`count` patches of each image, as wide as one of the settings `width` says, or as their pixels are many."""
+    """`count` patches of each image; their width is the first setting of `width`, or channels * side**2."""
     return request.normal(request.batch, count, request.whole(*width, default=request.channels * request.patch_side**2))
 
 

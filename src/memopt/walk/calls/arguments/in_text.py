@@ -1,4 +1,4 @@
-"""Text with a placeholder token for each feature that a model computes of an image, a video or a sound."""
+"""Text with a placeholder token for each feature that a model computes from an image, a video or a sound."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def image_in_text(request: Request) -> Forms:
 
 
 def video_in_text(request: Request) -> Forms:
-    """A video mostly runs the same modules as an image: only the plain variant."""
+    """Text with a video, in the plain variant only: a video mostly runs the modules that an image runs."""
     if request.variant == "plain":
         only_videos = request.setting(*PLACEHOLDERS["image"]) is None
         yield from _in_text(request, "video", image_forms if only_videos else video_forms)
@@ -39,7 +39,7 @@ def sound_in_text(request: Request) -> Forms:
 
 
 def _in_text(request: Request, modality: str, forms: Callable[[Request], Forms]) -> Forms:
-    """Text with a placeholder for each feature that the model's method for `modality` computes of a form."""
+    """Text with a placeholder for each feature that the model's method for `modality` computes from a form."""
     token = request.setting(*PLACEHOLDERS[modality])
     if "input_ids" not in request.names or not isinstance(token, int):
         return
@@ -54,7 +54,7 @@ def _in_text(request: Request, modality: str, forms: Callable[[Request], Forms])
             if given := {name: value for name, value in given.items() if name in request.names}:
                 yield form, _with_placeholders(request, given, token, modality, features)
     elif modality == "image":
-        # Where the method of a tower fails, only the first guess is tried, for its error.
+        # If the method of a tower fails, only the first guess is tried: its error is reported.
         few = 1 if tower is not None else None
         for detail, pixels in islice(forms(request), few or _GUESSED_FORMS):
             for count in _guesses(request, pixels)[:few]:

@@ -1,4 +1,4 @@
-"""Token ids for a model that has no transformers config: its signature and its embeddings are all that is known."""
+"""Token ids for a model without a transformers config, from its signature and its embeddings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LENGTHS = {"plain": LENGTH, "odd": ODD_LENGTH}
 
 
 def token_ids(model: nn.Module, variant: str, seed: int) -> Forms:
-    """Ids for every argument that the forward requires, or for its first; then for its targets as well, if it has any.
+    """Ids for every required argument of the forward, or for its first argument; then also for its targets, if any.
 
-    Ways of one detail are alternatives: rows of tokens, then tokens without a dimension for rows.
+    Forms with one detail are alternatives: rows of tokens, then tokens without a dimension for rows.
     """
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     parameters = parameters_of(model)

@@ -19,7 +19,7 @@ BATCH = 2
 LENGTH, ODD_LENGTH = 16, 13
 PADDING = 5
 MAX_VOCABULARY = 3000
-#: Settings for the placeholder token of a feature in text.
+#: Fields of a config with the id of the token that stands for an image, video or sound feature in text.
 PLACEHOLDERS = {
     "image": ("image_token_id", "image_token_index", "image_pad_token_id", "media_placeholder_token_id"),
     "video": ("video_token_id", "video_token_index", "video_pad_token_id"),
@@ -58,16 +58,16 @@ def parameters_of(model: nn.Module, method: str = "forward") -> dict[str, inspec
 
 @dataclass(frozen=True)
 class Size:
-    """Of a training step."""
+    """Size of the batch of a training step."""
 
     rows: int
     tokens: int | None = None
-    """In each row; None where the model reads none, or for as many as a walk takes."""
+    """Tokens in each row; None where the model reads no tokens, or for the number that a walk uses."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A model that needs inputs, and their variant."""
+    """A model that needs inputs, and the variant and size of the inputs."""
 
     model: nn.Module
     config: PreTrainedConfig
@@ -77,11 +77,11 @@ class Request:
     generator: torch.Generator
     method: str = "forward"
     size: Size | None = None
-    """By default a few rows of a few tokens; floating inputs of a given size are on meta, since they may be large."""
+    """None: a few rows of a few tokens. Floating inputs of a given size are on meta, since they may be large."""
 
     @classmethod
     def of(cls, model: nn.Module, variant: str, seed: int, method: str = "", size: Size | None = None) -> Request:
-        """For the forward of `model`, or for a method of it, whose first argument is then the main one."""
+        """The request for the forward of `model`, or for a `method`, whose first argument is then the main one."""
         inner = inner_model(model)
         config = getattr(inner, "config", None)
         if not isinstance(config, PreTrainedConfig):
@@ -147,7 +147,7 @@ class Request:
         return self.whole("patch_size", default=16)
 
     def setting(self, *names: str, default: Any = None) -> Any:
-        """First value of one of `names` in the config or, failing that, a nested one, also under standard names."""
+        """First value of one of `names`, in the config, else in a nested config; names may be the standard ones."""
         for node in config_nodes(self.config):
             for name in names:
                 value = vars(node).get(type(node).attribute_map.get(name, name))
@@ -167,7 +167,7 @@ class Request:
         return torch.randn(*shape, generator=self.generator)
 
     def ids(self, length: int | None = None) -> torch.Tensor:
-        """A row of ordinary token ids for each of the batch."""
+        """Ordinary token ids, (batch, length)."""
         return self.tokens(self.batch, length or self.length)
 
     def tokens(self, *shape: int) -> torch.Tensor:

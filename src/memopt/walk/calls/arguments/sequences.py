@@ -1,4 +1,4 @@
-"""Sequences of ids, of codes, of numbers and of hidden vectors, and whatever else a docstring describes."""
+"""Sequences of ids, of codes, of numbers and of hidden vectors, and other arguments that a docstring describes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memopt.walk.calls.arguments.sounds import samples_of
 
 #: Forms of images that are tried with text.
 _FORMS = 4
-#: Regions of an image, in models that take another model's features of these.
+#: Regions of an image, for models that take region features of another model.
 _REGIONS = 6
-#: A model of patches takes fewer of them; longer contexts than this are tried last.
+#: Most steps in the first attempt: a model that cuts a series into patches takes fewer; the whole context comes last.
 _LONG = 512
 #: Arguments with a rule of their own, which `anything` and `as_named` do not make.
 _KNOWN = ("input_ids", "pixel_values", "input_features", "input_values", "audio_values")
 #: Settings for the width of a model's input, where it differs from the hidden size.
 _WIDTHS = ("input_size", "input_dim", "feature_size", "mel_dim", "num_mel_bins")
-#: Labels, and arguments that replace others; also with a prefix.
+#: Endings of names that are not given: labels, and arguments that replace others.
 _NOT_GIVEN = ("labels", "inputs_embeds", "position_ids", "encoder_hidden_states", "encoder_attention_mask")
 
 
@@ -35,7 +35,7 @@ def text(request: Request) -> Forms:
         return
     words = {"input_ids": request.ids(), **_region_features(request)}
     if "image_embeds_position_mask" in request.names:
-        # An image's features replace as many tokens at any positions.
+        # The features of an image replace `taken` tokens, at any positions.
         taken = request.whole("latent_query_num", default=1)
         words["input_ids"] = request.ids(taken + request.length)
         words["image_embeds_position_mask"] = torch.zeros_like(words["input_ids"])
@@ -154,7 +154,7 @@ def anything(request: Request) -> Forms:
 
 
 def embedded(request: Request) -> Forms:
-    """Hidden vectors instead of token ids, and with others to attend to."""
+    """Hidden vectors instead of token ids; then the main input with hidden vectors to attend to."""
     if "inputs_embeds" in request.names and "input_ids" not in request.required:
         yield "embedded", {"inputs_embeds": features(request)}
     main = request.first("input_ids", "inputs_embeds", *request.required)
@@ -164,7 +164,7 @@ def embedded(request: Request) -> Forms:
 
 
 def as_documented(request: Request) -> Forms:
-    """Arguments that the docstring does not call optional; the same with a batch dimension where it has none; all."""
+    """Documented arguments: those not called optional, then these with any missing batch dimension added, then all."""
     more = {n: d for n, d in described(request).items() if not n.endswith(_NOT_GIVEN)}
     wanted = {n: d for n, d in more.items() if not d.optional}
     rows = {n for n, d in wanted.items() if d.of_one_row}
@@ -182,7 +182,7 @@ def as_documented(request: Request) -> Forms:
 
 
 def as_named(request: Request) -> Forms:
-    """Other arguments, by what such names mean: counts, ids, hidden vectors."""
+    """The main input, with other arguments whose names show their kind: counts, ids, hidden vectors."""
     endings = ("ids", "embeds", "features", "states")
     names = [name for name in request.names if name.startswith("num_") or name.endswith(endings)]
     more = {name: value_of(request, name) for name in names if not name.endswith((*_NOT_GIVEN, "input_ids", *_KNOWN))}

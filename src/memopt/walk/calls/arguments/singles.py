@@ -26,7 +26,7 @@ def context(request: Request) -> torch.Tensor:
     return request.normal(request.batch, request.length, request.whole(*names, default=request.hidden))
 
 
-#: What a forward is given besides its main input, where it requires that.
+#: Name of an argument -> its builder; for arguments besides the main input that a forward requires.
 ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
     "input_ids": lambda request: request.ids(),
     "decoder_input_ids": lambda request: request.ids(request.decoder_length),
@@ -47,7 +47,7 @@ ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
 
 
 def value_of(request: Request, name: str) -> Any:
-    """A value for argument `name`: its builder's, else as the docstring describes it, else by what such names mean."""
+    """A value for argument `name`: from its builder, else as the docstring describes it, else from its name's form."""
     if name in ARGUMENTS:
         return ARGUMENTS[name](request)
     if (description := described(request).get(name)) is not None:
@@ -77,7 +77,7 @@ def _by_convention(request: Request, name: str) -> Any:
 
 
 def complete(request: Request, given: Kwargs) -> Kwargs:
-    """`given`, with the other required arguments and those of the variant."""
+    """`given`, with the other required arguments and the arguments of the variant (masks) added."""
     kwargs = dict(given)
     names = request.names
     encodes_text = "input_ids" in kwargs
@@ -101,6 +101,6 @@ def complete(request: Request, given: Kwargs) -> Kwargs:
 
 
 def like_rows(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """`mask` in the shape of `ids`: its last row for the last row, its first for all others."""
+    """`mask` in the shape of `ids`: its last row for the last row of `ids`, its first row for all others."""
     rows = [mask[:1].expand(ids.shape[0] - 1, -1), mask[-1:]]
     return torch.cat(rows).reshape(ids.shape[0], *[1] * (ids.dim() - 2), -1).expand_as(ids).contiguous()

@@ -48,7 +48,7 @@ def sound_beside_text(request: Request) -> Forms:
 
 
 def sounds_of_one_length(request: Request) -> Forms:
-    """Unpadded sounds, of which each row has as many features."""
+    """Unpadded sounds, so that each row has the same number of features."""
     request = replace(request, variant="plain")
     # A feature method often requires the mask that is optional in the forward.
     yield from sorted(_spectrograms(request), key=lambda form: not any(name.endswith("mask") for name in form[1]))
@@ -73,7 +73,7 @@ def samples_of(request: Request) -> list[int]:
 
 
 def _spectrograms(request: Request) -> Forms:
-    """(detail, arguments) of a spectrogram a row, in every layout, with its mask or its lengths."""
+    """(detail, arguments) of one spectrogram for each row, in every layout, with its mask or its lengths."""
     name = request.first(*_SPECTROGRAMS)
     if not name:
         return
@@ -102,7 +102,7 @@ def _spectrograms(request: Request) -> Forms:
 
 
 def _widths(request: Request) -> list[int]:
-    """Widths of a spectrogram: by the config, and by the first layer."""
+    """Widths of a spectrogram: from the config, then from the model's first layer."""
     bins, first = request.whole(*_BINS, default=80), request.first_width
     return list(dict.fromkeys((bins, first if first > 1 else bins)))
 

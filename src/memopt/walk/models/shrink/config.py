@@ -1,8 +1,8 @@
-"""A config of any transformers class -> a small config of that class, with the same kinds of layers and names.
+"""Makes a small config from a config of any transformers class; it has the same kinds of layers and names.
 
 Fields are recognised by their names and values (depth, width, heads, experts, vocabulary, token ids), through the
-config's own ``attribute_map``, so one set of rules serves every class. The rules for widths are
-`memopt.walk.models.shrink.width`, those for layers `memopt.walk.models.shrink.depth`.
+config's own ``attribute_map``, so one set of rules serves every class. The rules for widths are in
+`memopt.walk.models.shrink.width`, the rules for layers in `memopt.walk.models.shrink.depth`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_PARAMETERS = 30_000_000
 LIGHT_PARAMETERS = 10_000_000
 """Configs up to this size are tried first: a proof runs the model hundreds of times."""
 LARGE_PARAMETERS = 60_000_000
-"""For configs that are used where no smaller one runs."""
+"""Configs up to this size are tried last, if no smaller one runs."""
 TINY_PARAMETERS = 2_000_000
 VOCABULARY = 512
 EXPERTS = 8
@@ -51,18 +51,18 @@ class ShrinkError(ModelError):
 
 
 def shrunken(config: PreTrainedConfig, *, depth: int | None = None, sizes: bool = True) -> Iterator[PreTrainedConfig]:
-    """Every small config that builds, strongest recipe first, but those above `LIGHT_PARAMETERS` after the others.
+    """Every small config that builds, in the order of the recipes; configs above `LIGHT_PARAMETERS` after the others.
 
-    The last are those above `MAX_PARAMETERS`, up to `LARGE_PARAMETERS`.
+    Configs above `MAX_PARAMETERS`, up to `LARGE_PARAMETERS`, come last.
 
     Args:
-        config: what to shrink; it is not changed.
+        config: the config to shrink; it is not changed.
         depth: number of layers, at most those of `config`; by default as many as show every kind of layer.
         sizes: also shrink the sizes of inputs, the sides of images and the length of sounds.
 
     Raises:
         ModelError: transformers has no model class for this config.
-        ShrinkError: no recipe gives a config; says what each one failed on.
+        ShrinkError: no recipe gives a config; the message has the failure of each recipe.
     """
     model_class(config)
     failures: list[str] = []
@@ -107,7 +107,7 @@ class _Recipe:
     max_parameters: int = MAX_PARAMETERS
     rest: bool = False
     layers: int | None = None
-    """Number of layers; None for as many as show every kind."""
+    """Number of layers; None for as many as show every kind of layer."""
 
 
 _RECIPES = (
@@ -246,7 +246,7 @@ def _counted(nodes: list[PreTrainedConfig]) -> bool:
 
 
 def _cut_unpatched_images(nodes: list[PreTrainedConfig]) -> None:
-    """Images of convolutional networks, which have no patches and take any size."""
+    """Shrink the images of convolutional networks, which have no patches and take any size."""
     owners = [node for node in nodes if "image_size" in vars(node)]
     if len(owners) != 1 or any(name.startswith(("patch", "tubelet")) for name in vars(owners[0])):
         return
@@ -296,7 +296,7 @@ def _divided(value: Any, factor: int) -> Any:
 
 
 def _cut_features(nodes: list[PreTrainedConfig], node: PreTrainedConfig, side: int, factor: int) -> None:
-    """Adapt what counts features of an image of `node` whose `side` patches a side were divided by `factor`."""
+    """Adapt fields that count features of an image of `node`, whose `side` patches a side were divided by `factor`."""
     if vars(node).get("image_embedding_size") == side:
         node.image_embedding_size = side // factor
     for other in nodes:

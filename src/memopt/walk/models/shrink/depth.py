@@ -1,4 +1,4 @@
-"""Fewer layers in a config, as many as show each kind of layer of the built model.
+"""Reduces the layers in a config to as many as show each kind of layer of the built model.
 
 The first n layers are kept, so that every remaining name means the same layer as before.
 """
@@ -18,7 +18,7 @@ from memopt.walk.models.instantiate import instantiate
 
 MIN_DEPTH = 2
 MAX_DEPTH = 12
-"""Most layers that are kept, and searched for further kinds."""
+"""Most layers that are kept; kinds of layers are looked for in the first layers, up to this number."""
 
 _DEPTH = re.compile(r"(num_|n_)?((en|de)coder_)?(num_)?(hidden_)?(layers?|depth)")
 _LAYER_COUNT = re.compile(r".*_layers")
@@ -43,7 +43,7 @@ def _cut_node(node: PreTrainedConfig, depth: int) -> None:
     standard = standard_name(node, "num_hidden_layers")
     main = {name: value for name, value in integer_fields(node) if name == standard or _DEPTH.fullmatch(name)}
     if isinstance(depths := vars(node).get("depths"), list | tuple):
-        # The stages of a pyramid, whose widths and consumers are listed by stage: each has fewer layers instead.
+        # A pyramid keeps its stages, since its widths and consumers are listed by stage; each stage has fewer layers.
         main = {name: value for name, value in main.items() if value != len(depths)}
     longest = max(main.values(), default=0)
     # A count that equals the length of a list counts that list's items (the convolutions before the layers).
@@ -112,7 +112,7 @@ def _needed_depth(config: PreTrainedConfig) -> int:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Equal for layers of one kind: parameters, classes of modules, and their settings."""
+    """A key that is equal for layers of one kind: parameters, classes of modules, and their settings."""
     parameters = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     modules = tuple((name, type(module), _settings(module)) for name, module in layer.named_modules())
     return parameters, modules

@@ -1,7 +1,7 @@
-"""Shrinks what `memopt.walk.models.shrink.width` leaves: ranks, tables, channels of convolutions, inner stacks.
+"""Shrinks fields that `memopt.walk.models.shrink.width` leaves: ranks, tables, channels of convolutions, inner stacks.
 
-For configs of which no lighter form runs. These fields are recognised by their names alone, so a field that depends on
-one of them may be missed; then the model does not build or run, which the caller sees.
+It is used for configs of which no lighter form runs. These fields are recognised by their names alone, so a field that
+depends on one of them may be missed; then the model does not build or run, and the caller tries another config.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _cut_coefficients(node: PreTrainedConfig, old: dict[str, Any], links: dict[i
 def _cut_width_lists(node: PreTrainedConfig, old: dict[str, Any], links: dict[int, int]) -> None:
     """Divide the widths of stages by one power of two, as long as each remains a multiple of its heads and of 4.
 
-    A hidden size that equals the first stage's width still does.
+    A hidden size that equals the first stage's width stays equal to it.
     """
     lists = {
         name: list(value)
@@ -165,7 +165,7 @@ def _follow_widths(node: PreTrainedConfig, links: dict[int, int]) -> None:
 
 
 def _follow_parts(node: PreTrainedConfig) -> None:
-    """The head size is the sum of its rotated and its other part."""
+    """Set the head size to the sum of its rotated part and its other part."""
     parts = [vars(node).get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
     if is_integer(vars(node).get("qk_head_dim")) and all(is_integer(part) for part in parts):
         node.qk_head_dim = sum(part for part in parts if is_integer(part))

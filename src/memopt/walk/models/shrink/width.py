@@ -23,7 +23,7 @@ MAX_HEADS = 4
 MAX_HEAD_DIM = 32
 MIN_INNER = 64
 
-#: Names of the width of a config's blocks. Where it has two, ``hidden_size`` is that of its output.
+#: Names of the width of a config's blocks. If a config has two, ``hidden_size`` is the width of its output.
 _HIDDEN = ("embed_dim", "hidden_size", "d_model", "n_embd", "dim", "hidden_dim", "model_dim")
 _HEADS = re.compile(r"(linear_)?(num_|n_)?((en|de)coder_)?(attention_)?heads?")
 _KEY_VALUE_HEADS = re.compile(r"(num_|n_)?(key_value|kv)_(attention_)?heads(_per_layer)?|multi_query_group_num")
@@ -49,7 +49,7 @@ class Widths:
 
 
 def decide_widths(node: PreTrainedConfig, links: dict[int, int], *, keep_head_dim: bool) -> Widths:
-    """New widths of `node`; what other configs must follow is added to `links`."""
+    """New widths of `node`; widths that other configs must follow are added to `links`."""
     hidden, heads = _hidden_size(node), _attention_heads(node)
     if hidden is None:
         return Widths(links)
@@ -113,7 +113,7 @@ def scale_widths(node: PreTrainedConfig, widths: Widths) -> None:
             elif _KEY_VALUE_HEADS.fullmatch(name) and widths.heads:
                 setattr(node, name, type(value)(_key_value_heads(item, *widths.heads) for item in value))
             elif name.endswith("_channels") and value[-1] in widths.links:
-                # Convolutions whose last width is that of the tower after them.
+                # The last width of these convolutions is the width of the tower after them.
                 setattr(node, name, type(value)((*value[:-1], widths.links[value[-1]])))
     if widths.head_dim and widths.head_dim[0] != widths.head_dim[1]:
         for value in vars(node).values():
@@ -122,7 +122,7 @@ def scale_widths(node: PreTrainedConfig, widths: Widths) -> None:
 
 
 def _settle_head_parts(node: PreTrainedConfig, before: dict[str, int]) -> None:
-    """A head size that was the sum of its parts, with rotary positions and without, remains so."""
+    """Keep a head size the sum of its parts with rotary positions and without, if it was their sum."""
 
     def parts(fields: dict[str, Any]) -> int:
         return sum(fields.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
@@ -160,7 +160,7 @@ def _new_width(name: str, value: int, node: PreTrainedConfig, widths: Widths) ->
     if _GROUPS.fullmatch(name) and widths.heads:
         return 1
     if name == "num_pos_feats" and 2 * value in widths.links:
-        # Sines and cosines of positions, side by side as wide as the features they are added to.
+        # Sines and cosines of positions, concatenated, are as wide as the features that they are added to.
         return widths.links[2 * value] // 2
     if _NO_WIDTH.fullmatch(name):
         return None
@@ -182,7 +182,7 @@ def _inner(value: int, ratio: Fraction) -> int:
 
 
 def _key_value_heads(value: int, heads: int, new_heads: int) -> int:
-    """Multi-head, grouped and multi-query attention each remain what they are."""
+    """New number of key-value heads; multi-head, grouped and multi-query attention keep their kind."""
     if value >= heads:
         return new_heads
     return min(value, 2) if value > 1 and new_heads % 2 == 0 and new_heads > 2 else 1
@@ -219,7 +219,7 @@ def fit_sections(sections: Sequence[int], total: int) -> list[int]:
 def fit_rotary(config: PreTrainedConfig, model: nn.Module) -> None:
     """Write into `config` the sections that fit the tables of `model`, which was built from it.
 
-    Where a config gives none, its class has default sections, which fit one head size only.
+    If a config gives no sections, its class has default sections, which fit one head size only.
     """
     built: Any = model.config
     nodes = {id(own): node for own, node in zip(config_nodes(built), config_nodes(config), strict=False)}
