@@ -66,7 +66,7 @@ def register_operator(node_name: str, family: str) -> None:
 
 
 def _recomputes_output(node: Node) -> bool:
-    # A user's autograd function may have the same name as one of memopt's.
+    # A user's autograd function may have the name of one of memopt's functions.
     return getattr(node, "recomputes_output", False)
 
 

@@ -47,7 +47,7 @@ class Compressor(Protocol):
     """Gathers the tensors that one call of a scope's module keeps."""
 
     def saved(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool) -> Packed:
-        """What to keep for `tensor`: `packed`, or something that `settle` may compress.
+        """The object to keep for `tensor`: `packed`, or one that `settle` may compress.
 
         With `needs_strides`, a `torch.autograd.Function` saved it and may rely on its strides.
         """

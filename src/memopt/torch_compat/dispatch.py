@@ -212,7 +212,7 @@ Without this name, true for every tensor.
 is_legacy_batched: Callable[[Tensor], bool] = find(
     "torch._C._functorch.is_legacy_batchedtensor", _is_always, _NO_KERNELS
 )
-"""Whether a tensor is a gradient of ``torch.autograd.grad(..., is_grads_batched=True)``; otherwise as above."""
+"""Whether a tensor is a gradient of ``torch.autograd.grad(..., is_grads_batched=True)``; true without this name."""
 
 # -- tensors without memory -----------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ An activation composed of several operations makes autograd keep an intermediate
 tensors). This operator saves z alone, and h can be recomputed from it: its readers save z, or a handle inside a
 `memopt.saved.RecomputeScope`.
 
-Where Triton runs and f is a known activation, one kernel computes h and another dz, in fp32 with one rounding; a linear
-behind it gets h from the same pass as dz (`memopt.kernels.linear.function`). Everywhere else h is computed with the
-very same function, which backward differentiates again at z, so value and gradient are the stock module's to the bit.
+With Triton and a known activation f, one kernel computes h and another one dz, in fp32 with one rounding; a linear that
+reads h gets it from the same pass as dz (`memopt.kernels.linear.function`). Otherwise the stock function computes h and
+backward differentiates that function again at z: value and gradient equal the stock module's to the bit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def recomputed_activation(
     compiling = torch.compiler.is_compiling()
     h: Tensor
     dtype = _dtype_of(function, z, found) if kind in ACTIVATIONS and (compiling or runs_triton(z)) else None
-    if compiling:  # if the output has another dtype, leave it to the compiler what is saved
+    if compiling:  # if the output has another dtype, the compiler decides which tensors are saved
         return activation(z, kind) if kind is not None and dtype is z.dtype else function(z)
     one_pass = None
     if kind is not None and dtype in (z.dtype, torch.float32):

@@ -37,8 +37,8 @@ class _Direct(FunctionMeta):
 class DirectFunction(torch.autograd.Function, metaclass=_Direct):
     """An autograd function whose `apply` does not check for function transforms (`torch.func`).
 
-    That check is half the cost of applying a function. Patched modules make it before: they run stock there. Nor is it
-    asked in backward which of `backward` and `vjp` there is.
+    That check is half the cost of applying a function. Patched modules make it themselves, and run stock under a
+    transform. Backward also does not test whether the function has `backward` or `vjp`.
     """
 
     @classmethod
@@ -67,15 +67,15 @@ def refuse_double_backward() -> None:
 
 
 def is_batched(gradients: Sequence[Tensor]) -> bool:
-    """Whether they stand for several gradients each (``is_grads_batched``, `torch.vmap`): no memory of ours can hold
-    their products."""
+    """Whether a gradient stands for a batch of gradients (``is_grads_batched``, `torch.vmap`): results computed from it
+    do not fit into tensors that an operator allocates."""
     return any(is_legacy_batched(each) or is_transformed(each) for each in gradients)
 
 
 def batched_gradients(
     results: Sequence[Tensor], inputs: Sequence[Tensor | None], gradients: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """What autograd makes of such `gradients` of `results`: one for each of `inputs` that requires one."""
+    """Autograd's gradients of `inputs`, from batched `gradients` of `results`; None for inputs that require none."""
     outputs, incoming = zip(
         *((y, dy) for y, dy in zip(results, gradients, strict=True) if y.requires_grad), strict=True
     )
@@ -85,26 +85,26 @@ def batched_gradients(
 
 
 def are_from_checkpoint() -> bool:
-    """Whether backward gets what is saved now from PyTorch's activation checkpointing: computed again for every
-    backward, and handed out once."""
+    """Whether PyTorch's activation checkpointing keeps the tensors that are saved now: backward then gets recomputed
+    tensors, each only once."""
     return checkpointing_hook() is not None
 
 
 def may_be_overwritten(*tensors: Tensor) -> bool:
-    """Whether nobody else can read the memory of these saved tensors, which :func:`are_from_checkpoint` was true of.
+    """Whether nothing else can read the memory of these saved tensors, for which :func:`are_from_checkpoint` was true.
 
-    A forward hook may have taken them, and a second reader has saved another alias: both refer to the storage.
+    A forward hook may hold one, or a second reader may have saved an alias: both refer to the storage.
     """
     return all(_is_alone(tensor) for tensor in tensors)
 
 
 def _is_alone(tensor: Tensor) -> bool:
-    storage = tensor.untyped_storage()  # one reference more
+    storage = tensor.untyped_storage()  # adds one reference
     return tensor.is_contiguous() and storage_use_count(storage_id(storage)) <= 2
 
 
 class _Backward(threading.local):
-    """What :func:`is_largest_yet` was asked in this thread's backward."""
+    """This thread's current backward, and the size of the largest tensor that :func:`is_largest_yet` got in it."""
 
     task, largest = -1, 0
 
@@ -113,10 +113,10 @@ _backward = _Backward()
 
 
 def is_largest_yet(tensor: Tensor) -> bool:
-    """Whether `tensor` has more elements than any that this was asked of in this backward.
+    """Whether `tensor` has more elements than all earlier arguments of this function in this backward.
 
-    Of blocks that are alike, the first that runs backward finds all others' saved tensors alive: what it holds makes
-    the peak of the step, and behind it there is room.
+    Among equal blocks, the first one to run backward does so while the saved tensors of all others are alive: its
+    memory makes the peak of the step. Later blocks have room below that peak.
     """
     task, size = current_graph_task_id(), tensor.numel()
     if task == _backward.task and size <= _backward.largest:
@@ -129,7 +129,7 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype to which autocast casts inputs of linears on this tensor's device; None if it is off."""
     if not any_autocast_enabled():
         return None
-    # Reading the type of a device takes longer than the rest.
+    # Test `is_cuda` and `is_cpu` first: reading `device.type` takes longer than all the rest.
     device = "cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type
     if not _is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
@@ -144,7 +144,7 @@ def autocast_as(dtype: torch.dtype | None, tensor: Tensor) -> AbstractContextMan
     """Autocast on the tensor's device as :func:`autocast_dtype` found it: to `dtype`, or off for None."""
     if dtype is None and autocast_dtype(tensor) is None:
         return _NOTHING_TO_DO
-    # Some versions of PyTorch give the cast of a weight that is made here, without gradients, to a later forward.
+    # No cache: some versions of PyTorch would use a weight's cast made here, without a graph, in a later forward.
     return torch.autocast(tensor.device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 

@@ -1,7 +1,7 @@
-"""Random numbers that are a function of an element's index and a seed alone.
+"""Random numbers that depend only on an element's index and a seed.
 
-So a run is repeated by its seed, whatever the order of launches and the sizes of tiles.
-:mod:`memopt.kernels.base.counter_triton` gives the same bits inside a kernel. Not for cryptography.
+So equal seeds give equal runs, whatever the order of launches and the sizes of tiles.
+:mod:`memopt.kernels.base.counter_triton` gives equal bits inside a kernel. Not for cryptography.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def uniform(index: Tensor, seed: int) -> Tensor:
 
 
 def draw_seed() -> int:
-    """A seed from torch's default CPU generator: repeated by ``torch.manual_seed``."""
+    """A seed from torch's default CPU generator, which ``torch.manual_seed`` reproduces."""
     with no_dispatch():  # a real number under fake tensors too
         return int(torch.randint(2**31 - 1, ()))
 

@@ -1,6 +1,6 @@
 """Where an operator runs: its Triton kernels, or plain PyTorch.
 
-The Triton kernels are in the ``*_triton.py`` file beside each operator, which is imported only where
+The Triton kernels are in the ``*_triton.py`` file beside each operator, which is imported only if
 :func:`runs_triton` is true.
 """
 
@@ -48,7 +48,7 @@ def runs_triton(*tensors: Tensor | None) -> bool:
 
 
 def imported_once(module: str) -> Callable[[], Any]:
-    """Gives a module of Triton kernels, which is imported where they run."""
+    """A function that returns `module`, a module of Triton kernels, and imports it at its first call."""
     return functools.cache(functools.partial(importlib.import_module, module))
 
 
@@ -59,8 +59,8 @@ def _triton_is_there() -> bool:
 
 @contextlib.contextmanager
 def launches_emulated() -> Iterator[None]:
-    """Inside, fake CPU tensors count as a CUDA device's: operators allocate what the launchers of their Triton kernels
-    allocate, and no kernel runs. Does nothing without Triton, or in its interpreter."""
+    """Inside, fake CPU tensors count as CUDA tensors: operators run the launchers of their Triton kernels, which
+    allocate but launch no kernel. Does nothing without Triton, or in its interpreter."""
     global _is_there, _PLAIN_TYPES
     if INTERPRETED or not _triton_is_there():
         yield
@@ -82,7 +82,7 @@ def _launch_nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def pieces_computed() -> Iterator[None]:
-    """Inside, references compute on fake tensors all that they compute on tensors with values, as for a CPU's peak."""
+    """Inside, references run all their pieces on fake tensors too, e.g. to find the peak memory on a CPU."""
     global _skips_pieces
     before, _skips_pieces = _skips_pieces, False
     try:
@@ -95,8 +95,8 @@ _skips_pieces = True
 
 
 def skips_pieces(tensor: Tensor) -> bool:
-    """Whether a reference may leave out what it computes piece by piece: of a fake tensor nobody reads it.
+    """Whether a reference may skip its work piece by piece: a fake tensor has no values to compute.
 
-    As where Triton runs, nothing but the results is then allocated.
+    Then only the results are allocated, as with Triton kernels.
     """
     return _skips_pieces and isinstance(tensor, FakeTensor)

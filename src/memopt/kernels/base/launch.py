@@ -1,8 +1,8 @@
-"""How a Triton kernel is launched: tile sizes and warps by hidden size and dtype, looked up in a table.
+"""Launch configurations of Triton kernels: tile sizes and warps by hidden size and dtype, looked up in a table.
 
-``python -m tools.kernels.tune`` writes the table (launch.json). ``MEMOPT_LAUNCH_TABLE=path`` in the environment
-names another one, written by the same command on the GPU at hand: its kernels replace those of launch.json, one by one.
-It is read at the first launch. Nothing here imports Triton.
+``python -m tools.kernels.tune`` writes the table (launch.json). ``MEMOPT_LAUNCH_TABLE=path`` in the environment names
+another table, which this command has written on the GPU at hand: its entries replace the entries of launch.json, kernel
+by kernel. The first launch reads the tables. Nothing here imports Triton.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LaunchConfig:
     block: int
     """Columns of a tile. A loop covers longer rows."""
     num_warps: int
-    """In the table: warps of 32 threads."""
+    """Number of warps; in the table, of 32 threads each."""
 
 
 @dataclass(frozen=True)
 class TableEntry:
-    """The configuration for rows of at most `up_to` elements; None: for all longer than those before."""
+    """The configuration for rows of at most `up_to` elements; None: for all rows longer than the entries before."""
 
     up_to: int | None
     config: LaunchConfig
@@ -56,7 +56,7 @@ R = TypeVar("R")
 
 
 def planned(function: Callable[..., R]) -> Callable[..., R]:
-    """`function`, whose results depend on its arguments and the table alone, with a cache that is cleared with it."""
+    """`function` with a cache. Its results depend only on arguments and the table; a new table clears the cache."""
     cached = functools.lru_cache(maxsize=4096)(function)
     _caches.append(cached)
     return cached
@@ -76,7 +76,7 @@ def launch_config(kernel: str, hidden: int, dtype: torch.dtype) -> LaunchConfig:
     """
     entries = _table()[kernel][str(dtype.itemsize * 8)]
     config = next(entry.config for entry in entries if entry.up_to is None or hidden <= entry.up_to)
-    # The same number of threads for warps of 32 and 64, so that each reads as wide a vector.
+    # Equally many threads for warps of 32 and of 64, so that each thread reads an equally wide vector.
     return dataclasses.replace(config, num_warps=max(1, config.num_warps * 32 // _threads_of_a_warp))
 
 

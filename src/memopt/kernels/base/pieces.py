@@ -1,6 +1,6 @@
-"""Work done piece by piece, where plain PyTorch computes what one kernel would: its intermediates then stay small.
+"""Work piece by piece, for plain PyTorch code in the place of one kernel: its intermediates then stay small.
 
-On fake tensors a trace follows three alike pieces, and counts the others as those.
+On fake tensors a trace runs the first three pieces and the last one, and counts the others as repeats of the third.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from memopt.kernels.base.device import skips_pieces
 from memopt.torch_compat import FakeTensor, is_legacy_batched
 
 Mark = tuple[int, int]
-"""How much a counter has seen: storages allocated or freed, and operations."""
+"""Counts of a counter so far: storages allocated or freed, and operations."""
 
 
 class PieceCounter(Protocol):
-    """What follows the storages and operations of a step."""
+    """Counts the storages and operations of a step."""
 
     def mark(self) -> Mark:
-        """Where it is."""
+        """The counts so far."""
 
     def repeat(self, first: Mark, second: Mark, count: int) -> bool:
-        """Count what happened since `second` `count` times more; False, and nothing, if it is not alike that between
-        `first` and `second`."""
+        """Count all events since `second` `count` times more. If they are not like the events between `first` and
+        `second`, count nothing and return False."""
 
 
 _counter: PieceCounter | None = None
@@ -35,7 +35,7 @@ _counter: PieceCounter | None = None
 
 @contextlib.contextmanager
 def counting(counter: PieceCounter) -> Iterator[None]:
-    """Inside, alike pieces of work on fake tensors are counted by `counter`."""
+    """Inside, `counter` counts repeated pieces of work on fake tensors, which do not run."""
     global _counter
     before, _counter = _counter, counter
     try:
@@ -45,7 +45,7 @@ def counting(counter: PieceCounter) -> Iterator[None]:
 
 
 def pieces(every: Iterable[slice], tensor: Tensor) -> Iterator[slice]:
-    """`every` piece of the work on `tensor`, of one size but for the last; in a trace those that are not counted."""
+    """The pieces `every` of the work on `tensor`, all but the last of one size; in a trace only those that must run."""
     whole = list(every)
     counter = _counter
     if counter is None or len(whole) < 5 or not isinstance(tensor, FakeTensor):
@@ -64,8 +64,8 @@ COUNT, LEAST = 8, 2**15
 
 
 def parts_of(*tensors: Tensor | None) -> int | None:
-    """Rows (of the last dimension) in a part of these tensors; None if they are small, not contiguous or not alike
-    in their elements: then all at once."""
+    """Rows (of the last dimension) in a part of these tensors; None, for all at once, if they are small, not contiguous
+    or of different shapes."""
     given = [tensor for tensor in tensors if tensor is not None]
     first = given[0]
     if first.numel() < COUNT * LEAST or first.dim() < 2:
@@ -97,4 +97,4 @@ def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
             break  # it has no values
         result.view(-1, result.size(-1))[part] = value
     assert result is not None
-    return result.data  # an alias that nothing was written to: what was changed in place is not recomputed
+    return result.data  # an alias with version 0: a tensor changed in place would not be recomputed

@@ -6,5 +6,5 @@ import torch
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That of statistics and sums of tensors of `dtype`: fp64 for fp64, else fp32."""
+    """The dtype of statistics and sums of tensors of `dtype`: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -60,7 +60,7 @@ def rows_in(shape: tuple[int, ...], stride: tuple[int, ...]) -> Rows | None:
 
 
 def laid_out_like(layout: Tensor, result: Tensor) -> Tensor:
-    """`result` with the strides of ``torch.empty_like(layout)``, copied where it has others."""
+    """`result` with the strides of ``torch.empty_like(layout)``; a copy if it has other strides."""
     target = torch.empty_like(layout, dtype=result.dtype)
-    # An alias at version 0: readers save, and do not recompute, a tensor that was changed in place.
+    # Return an alias with version 0: a tensor that counts as changed in place would not be recomputed.
     return result if result.stride() == target.stride() else target.copy_(result).data

@@ -19,9 +19,9 @@ class Steps(NamedTuple):
     """(*inputs) -> the output"""
     gradients: Callable[..., tuple[tuple[Tensor, ...], Tensor | None]]
     """(dh, *inputs, recompute, owns_dh, given_once) -> the gradients of the inputs and, with `recompute`, the output.
-    With `owns_dh` nobody else has dh, so it may be written over."""
+    With `owns_dh`, dh may be overwritten."""
     fits_into_dh: bool
-    """Whether a gradient can be written into the place of dh."""
+    """Whether a gradient can be written over dh."""
 
     def differentiate(
         self,
@@ -30,8 +30,8 @@ class Steps(NamedTuple):
         use: Callable[[Tensor], None] | None,
         given_once: bool = False,
     ) -> tuple[Tensor, ...]:
-        """`memopt.recompute.specs.Differentiate`: in one pass where Triton runs and there is room for output and
-        gradients at a time."""
+        """`memopt.recompute.specs.Differentiate`: in one pass with Triton, if output and gradients may be in memory
+        together."""
         in_one_pass = use is not None and runs_triton(*inputs)
         if in_one_pass and self.fits_into_dh and not given_once and is_largest_yet(inputs[0]):
             in_one_pass = False
@@ -44,7 +44,7 @@ class Steps(NamedTuple):
 
 
 class SavedInputsFunction(DirectFunction):
-    """Saves the inputs of an operator. A subclass for each operator: the name of its nodes says what they are."""
+    """Saves the inputs of an operator. Each operator has a subclass, so that its nodes have a name of their own."""
 
     @staticmethod
     def forward(ctx: Any, steps: Steps, recomputed: Recomputed, *inputs: Tensor) -> Tensor:
@@ -58,4 +58,4 @@ class SavedInputsFunction(DirectFunction):
         refuse_double_backward()
         ctx.recomputed.finish()
         gradients, _ = ctx.steps.gradients(dh, *ctx.saved_tensors, recompute=False, given_once=ctx.given_once)
-        return None, None, *gradients  # autograd drops those that nobody needs
+        return None, None, *gradients  # autograd drops gradients that are not needed

@@ -1,7 +1,7 @@
-"""How the elementwise kernels divide their work: one tile of elements per program.
+"""The tiles of elementwise kernels: one tile of elements per program.
 
-A tile is a run of adjacent elements where all tensors have one dense layout (flat), else some rows by some columns.
-In both each thread reads one vector of 128 bits per tensor.
+A tile is a run of adjacent elements (flat) if all tensors have one dense layout, else some rows by some columns.
+In both cases each thread reads one vector of 128 bits per tensor.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def tiling(kernel: str, *tensors: Tensor) -> Tiling | None:
     """The tiles of `kernel` over `tensors`, which have one shape and at least one element.
 
     Returns:
-        None if the layouts differ and a tensor has no rows (see `rows_of`).
+        None if the tensors are not flat and one of them has no rows (see `rows_of`).
     """
     first = tensors[0]
     return _tiling(kernel, first.dtype, tuple(first.shape), tuple([tensor.stride() for tensor in tensors]))
@@ -117,12 +117,12 @@ def _tiling(
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """`tensor` itself where it has rows (see `rows_of`), else a contiguous copy."""
+    """`tensor` itself if it has rows (see `rows_of`), else a contiguous copy."""
     return tensor if rows_of(tensor) is not None else tensor.contiguous()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Makes the tensor's device current: Triton launches on the current device."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _ON_DEVICE
     return torch.cuda.device_of(tensor)
@@ -132,7 +132,7 @@ _ON_DEVICE: AbstractContextManager[object] = nullcontext()
 
 
 def _have_one_layout(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> bool:
-    """Whether element i of memory is the same element of every tensor, without gaps."""
+    """Whether all tensors are dense and have their elements in the same order in memory."""
     if all(_is_contiguous(shape, stride) for stride in strides):
         return True
     return _is_dense(shape, strides[0]) and all(stride == strides[0] for stride in strides)

@@ -43,7 +43,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settin
 
 
 class ConvolutionFunction(DirectFunction):
-    """Saves what the stock operation saves."""
+    """Saves x and the weight, as the stock operation does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:

@@ -118,7 +118,7 @@ def _best_edges(function: Elementwise, edges: Tensor, limits: tuple[float, float
 
 
 def _polished(function: Elementwise, coarse: Tensor, limits: tuple[float, float]) -> Tensor:
-    """The thresholds near `coarse` where the conditions of a minimum hold; `coarse` where Newton's method fails, at a
+    """The thresholds near `coarse` that fulfil the conditions of a minimum; `coarse` if Newton's method fails, at a
     jump or kink of f'."""
 
     def residual(thresholds: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
     forward     h = f(gate) * up
     backward    dgate = f'(gate) * up * dh,   dup = f(gate) * dh
 
-Stock modules save gate, f(gate), up and h: four intermediates for every token. This operator saves gate and up, and h
-is recomputed from them: by itself for a reader that holds a handle (`memopt.saved`), or in the same pass as dgate and
-dup for the linear behind it (`memopt.kernels.linear.function`). Where Triton runs, each pass is one kernel that
-computes in fp32 and rounds once; elsewhere it is the operations that autograd itself would run, rounded as the stock
-module's.
+Stock modules save gate, f(gate), up and h: four intermediates for every token. This operator saves gate and up, from
+which backward recomputes h: in a pass of its own for a reader that holds a handle (`memopt.saved`), or in one pass with
+dgate and dup for the linear that reads h (`memopt.kernels.linear.function`). With Triton, each pass is one kernel that
+computes in fp32 and rounds once. Otherwise a pass runs the operations that autograd would run, with the stock module's
+rounding.
 
 Gate and up may be the two halves of one tensor (`*_fused`); then their gradients are written into the two halves of one
 tensor, and nothing is split or concatenated.

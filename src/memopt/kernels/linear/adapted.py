@@ -3,14 +3,14 @@
     forward     y = x W^T + b + s (x A^T) B^T
     backward    dt = s dy,   dB = dt^T h,   dh = dt B,   dA = dh^T x,   dx = dh A + dy W         h = x A^T
 
-Saved are the parameters themselves, h, and x or what x is recomputed from (`memopt.recompute.specs`); no copy of any in
-another dtype. Every step is computed and rounded as the three linears do it on their own, autocast's casts and
-PEFT's included, so value and gradients are theirs to the bit; under autocast on a GPU dA and dB have one rounding less
-(`weight_gradient`). Source: LoRA, arXiv 2106.09685.
+Saved are the parameters themselves, h, and x or the tensors that recompute x (`memopt.recompute.specs`), none of them
+as a copy in another dtype. Every step is computed and rounded as in three separate linears, with the casts of autocast
+and PEFT, so value and gradients equal theirs to the bit. One exception: under autocast on a GPU dA and dB have one
+rounding less (`weight_gradient`). Source: LoRA, arXiv 2106.09685.
 
 In blocks that run again, large tensors in the adapter's dtype (fp32 around a 16-bit linear) are made by pieces that fit
-into a GPU's cache; no sum is cut. Where the gradient of x takes several pieces, its two terms are added up here: if x
-has other readers, their sum is rounded in another order than the stock one.
+into a GPU's cache; no sum is split. If the gradient of x takes several pieces, this function adds its two terms: with
+other readers of x, gradients are then summed in another order than in the stock model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memopt.kernels.linear.function import computed, input_gradient, is_plain, t
 from memopt.recompute.specs import RecomputeSpec, is_under_foreign_hooks, shared_cast, spec_of
 from memopt.torch_compat import is_selectively_checkpointed, is_transformed
 
-#: Bytes of a piece, the most pieces, and what their rows or columns are a multiple of: a tile of a product.
+#: Bytes of a piece; most pieces; and a tile of a product, of which the rows or columns of a piece are a multiple.
 PIECE, PIECES, TILE = 3 * 2**22, 12, 128
 
 
@@ -44,8 +44,8 @@ def adapted_linear(
         a, b: (r, in) and (out, r).
 
     Returns:
-        y: (..., out); None if the linears have to run on their own: where weight or bias is trained, and where
-        types or dtypes are not those of a plain adapter.
+        y: (..., out); None if the linears have to run on their own: if weight or bias is trained, or if types or
+        dtypes are not those of a plain adapter.
     """
     if not isinstance(x, Tensor) or not (is_plain(x) and is_plain(weight) and is_plain(a) and is_plain(b)):
         return None
@@ -67,8 +67,8 @@ def adapted_linear(
     spec, given = spec_of(x), x
     if spec is None:
         narrows = of_adapter.itemsize < x.dtype.itemsize
-        # A scope copies a small view out of its storage only where no function saves it, and autocast casts a leaf once
-        # for all its readers. Checkpointing has no scope, and must find the same where inputs of a region are leaves.
+        # Left to the stock linears: a small view (a scope copies it only if no autograd function saves it), and a leaf
+        # (autocast casts it once for all readers). Not in checkpointing, whose second run makes the inputs leaves.
         is_left = x.untyped_storage().nbytes() != x.nbytes or (narrows and x.is_leaf and x.requires_grad)
         if is_left and not is_under_foreign_hooks():
             return None
@@ -87,10 +87,10 @@ def added_adapter(
         linear: returns (..., out).
         x: (..., in), floating point.
         a, b: (r, in) and (out, r).
-        rounds: the adapter's term is rounded to that dtype before it is added.
+        rounds: whether the adapter's term is rounded to that dtype before it is added.
 
     Returns:
-        the sum; None, and `linear` was not called, if the linears have to run on their own.
+        The sum; None if the linears have to run on their own (`linear` was not called then).
     """
     if not isinstance(x, Tensor) or not all(map(is_plain, (x, a, b))) or a.dtype is not b.dtype:
         return None
@@ -101,24 +101,24 @@ def added_adapter(
         return None
     spec = spec_of(x)
     if spec is None and x.untyped_storage().nbytes() != x.nbytes and not is_under_foreign_hooks():
-        return None  # a scope copies a small view out of its storage only where no function saves it
+        return None  # a scope copies a small view out of its storage only if no autograd function saves it
     y = linear(x)
     if not is_plain(y) or (dtype is not None and dtype is not y.dtype):
         term = F.linear(F.linear(x if dtype else x.to(a.dtype), a), b) * scaling
         return y + term if dtype else (y + (term.to(y.dtype) if rounds else term)).to(y.dtype)
     if y._base is not None or y._version or not y.is_contiguous():
-        y = y.clone(memory_format=torch.contiguous_format)  # else the term is added in place
+        y = y.clone(memory_format=torch.contiguous_format)  # the term is added in place
     z: Tensor = AddedAdapterFunction.apply(x, y, a, b, scaling, dtype or a.dtype, rounds, spec)
     return z
 
 
 def piece_bytes() -> int:
-    """Bytes of a piece: without a limit but in blocks that run again, since pieces cost launches."""
+    """Bytes of a piece in blocks that run again; no limit in other blocks, since pieces cost kernel launches."""
     return PIECE if is_under_foreign_hooks() else sys.maxsize
 
 
 class AdaptedLinearFunction(DirectFunction):
-    """Its input is two of its arguments: autograd adds up their gradients, in the order in which two linears do."""
+    """Takes its input as two arguments, so that autograd sums their gradients in the order of two linears."""
 
     __memopt_saves__ = "linear input"
 
@@ -127,7 +127,7 @@ class AdaptedLinearFunction(DirectFunction):
         ctx: Any, given: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float,
         dtypes: tuple[torch.dtype, torch.dtype], spec: RecomputeSpec | None,
     ) -> Tensor:  # fmt: skip
-        """`given` is `x`, perhaps cast, for the adapter; `dtypes` are those of both terms."""
+        """`given` is `x` for the adapter, perhaps cast; `dtypes` are the dtypes of the linear and of the adapter."""
         dtype, of_adapter = dtypes
         ctx.scaling, ctx.shape, ctx.dtypes, ctx.input = scaling, x.shape, (given.dtype, of_adapter), None
         ctx.is_shared, ctx.piece = given is x, piece_bytes()
@@ -168,7 +168,7 @@ class AdaptedLinearFunction(DirectFunction):
 
 
 class AddedAdapterFunction(DirectFunction):
-    """The adapter's term, added in place to what a linear that is not known here returned."""
+    """Adds the adapter's term in place to the output of a linear of any kind."""
 
     __memopt_saves__ = "linear input"
 
@@ -215,7 +215,7 @@ def _of_adapter(
     saved: Sequence[Tensor],
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dh, dA and dB, given the gradient of the sum as a matrix; dh where that of the input or of A is needed."""
+    """dh, dA and dB from `rows`, the gradient of the sum as a matrix; dh only if dA or the input's is needed."""
     (needs_x, needs_a, needs_b), scaling, (_, dtype), piece = needs, ctx.scaling, ctx.dtypes, ctx.piece
     added, dh, da, db = rows, rows, None, None
     if rows.numel() * dtype.itemsize <= piece:
@@ -232,7 +232,7 @@ def _of_adapter(
 
 
 def _rows(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
-    """x as a matrix; where it is small, all its readers share a cast."""
+    """x as a matrix; if x is small, in the adapter's dtype, a cast that all its readers share."""
     own, dtype = ctx.dtypes
     own = dtype if ctx.shape.numel() * dtype.itemsize <= ctx.piece else own
     x: Tensor = saved[0] if ctx.input is None else ctx.input.rows(saved, own)
@@ -246,7 +246,7 @@ def _matrix(x: Tensor) -> Tensor:
 def _sum(rows: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scaling: float, piece: int) -> Tensor:
     """``F.linear(rows, weight, bias) + h B^T * scaling`` of matrices, in the dtype of `rows`."""
     y = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
-    if is_selectively_checkpointed():  # it may have kept the product
+    if is_selectively_checkpointed():  # it may have saved the product: do not add in place
         return (y + _scaled(F.linear(h, b.to(h.dtype)), h.dtype, scaling)).to(y.dtype)
     _add(y, h, b, scaling, piece)
     return y
@@ -267,7 +267,7 @@ def _scaled(x: Tensor, dtype: torch.dtype, scaling: float) -> Tensor:
 def _pieced(
     of: Callable[[Tensor], Tensor], x: Tensor, dims: tuple[int, int], dtype: torch.dtype, piece: int, scaling: float = 1
 ) -> Tensor:
-    """``of(x.to(dtype) * scaling)``, by pieces of a dimension of the matrix `x`, which is another one of the result."""
+    """``of(x.to(dtype) * scaling)``, by pieces along dimension dims[0] of the matrix `x`, dims[1] of the result."""
     if x.dtype is dtype and scaling == 1:
         return of(x)
     (of_x, of_result), whole = dims, None
@@ -283,7 +283,7 @@ def _pieced(
 
 
 def _slices(count: int, nbytes: int, tensor: Tensor, piece: int) -> Iterable[slice]:
-    """Pieces of at most `piece` bytes of `count` rows or columns, all of which take `nbytes`."""
+    """Slices of `count` rows or columns, which take `nbytes` in all: at most `PIECES`, of about `piece` bytes."""
     if nbytes <= piece:
         return (slice(None),)
     size = -(-max(piece * count // nbytes, -(-count // PIECES)) // TILE) * TILE

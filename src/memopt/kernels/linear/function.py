@@ -1,14 +1,14 @@
-"""A linear that saves what its input is recomputed from, instead of its input.
+"""A linear that saves the tensors that recompute its input, instead of its input.
 
     forward     y = x W^T + b            x = f(saved)
     backward    dx = dy W,   dW = dy^T x,   db = sum over rows of dy,   x recomputed once for all its readers
 
-The input says what it is recomputed from (`memopt.recompute.specs`); without a spec the stock linear runs.
+The input carries a spec with these tensors (`memopt.recompute.specs`); without a spec the stock linear runs.
 
-A stock linear needs its input x before the gradient of x is there, so recomputing x costs a pass of its own. Where the
-producer's backward can recompute x on the way, and this linear is its reader, the function takes the producer's place
-in the graph as well: for f(z) one pass moves 4 instead of 5 tensors of the size of x, for f(gate) * up 6 instead of 8.
-Elsewhere x is recomputed first, and freed before its gradient is there.
+A linear needs its input x before the gradient of x exists, so recomputing x costs a pass of its own. If the producer's
+backward can recompute x in its own pass, one function replaces both the linear and the producer of its input in the
+graph: for f(z) one pass moves 4 instead of 5 tensors of the size of x, for f(gate) * up 6 instead of 8. Otherwise
+backward recomputes x first, and frees x before it computes its gradient.
 
 A linear's output may be recomputed as well, for its readers (:func:`recomputed_output`):
 
@@ -45,21 +45,21 @@ from memopt.torch_compat import (
     tensor_hooks,
 )
 
-#: Weights of other types bring their own idea of a linear.
+#: Weights of other types may override `F.linear`.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
 LARGE = 2**16
-"""Elements of a weight from which on its copy costs more than the host's time for a function of ours."""
+"""Elements of a weight from which on its copy costs more than the host's time for an autograd function of memopt."""
 
 
 def is_plain(weight: object) -> bool:
-    """Whether `weight` is no tensor of another type."""
+    """Whether `weight` is a tensor, a parameter or a fake tensor, and of no other subclass."""
     return type(weight) in _PLAIN_TYPES
 
 
 def reads_spec(x: Any, weight: Tensor) -> RecomputeSpec | None:
     """The spec by which :func:`linear` would recompute `x`; None if it would save `x`, or nothing.
 
-    The weight is trained and plain, and no cast stands between it and `x` but autocast's. Not for compiled code.
+    With a spec, the weight is trained and plain, and only autocast casts `x` or the weight. Not for compiled code.
     """
     if not weight.requires_grad or type(weight) not in _PLAIN_TYPES:
         return None
@@ -72,9 +72,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, fuses: bool = True
 
     Args:
         x: (..., in), floating point.
-        weight: (out, in), in any layout. It is read behind the back of its module.
+        weight: (out, in), in any layout. Its module is not called for it.
         bias: (out,) or None.
-        fuses: this is the reader of `x`, so it may take the place of its producer's backward.
+        fuses: this linear is the reader of `x`, so its backward may run the backward of the producer of `x` as well.
 
     Returns:
         y: (..., out).
@@ -109,7 +109,7 @@ def fused_linear(
 
 def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
     """Whether the stock linear would save a copy of `weight` in autocast's dtype; :func:`cast_linear` does not."""
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # compiled, the partitioner decides what is saved
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # a compiler's partitioner decides what is saved
         return False
     dtype = autocast_dtype(x)
     if dtype is None or type(x) not in _PLAIN_TYPES or type(weight) not in _PLAIN_TYPES or weight.numel() < LARGE:
@@ -118,7 +118,7 @@ def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
         return False
     if x.layout is not torch.strided or x.is_nested or is_transformed(x):  # no storage to look at
         return False
-    # Autocast casts a leaf once for all its readers. A scope copies a small view out of its storage only where no
+    # Autocast casts a leaf once for all its readers. A scope copies a small view out of its storage only if no autograd
     # function saves it.
     return not weight.requires_grad or (not x.is_leaf and x.untyped_storage().nbytes() == x.nbytes)
 
@@ -126,7 +126,7 @@ def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
 def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear(x, weight, bias)`` under autocast that saves `weight` itself; backward casts it again.
 
-    For each element of the weight that is 6 bytes to move in backward, and 2 not to hold until then.
+    For each element of the weight, backward moves 6 bytes more, and 2 bytes less are held until then.
     """
     narrow = x.to(autocast_dtype(x))
     y: Tensor = RecomputedInputFunction.apply(narrow, weight, bias, None, None)
@@ -134,10 +134,10 @@ def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear in the dtype of `x`, which is autocast's where that is on.
+    """F.linear in the dtype of `x`, which is autocast's dtype if autocast is on.
 
-    The copies are not autocast's own, which it would cache without the graph that other readers need. They are not
-    saved: backward casts the weight again, and autograd casts each gradient to the dtype of its tensor.
+    It casts the weight itself, since autocast would cache its cast without the graph that other readers need. The cast
+    is not saved: backward casts the weight again, and autograd casts each gradient to the dtype of its tensor.
     """
     dtype = x.dtype
     if weight.dtype is not dtype:
@@ -148,12 +148,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def to_be_computed(ctx: Any, h: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-    """In a block that runs again in backward, an output that :func:`computed` computes from `h`; elsewhere None.
+    """In a block that backward runs again, an output without values, which :func:`computed` fills; elsewhere None.
 
-    Activation checkpointing runs a block again until its last saved tensor, and a function saves when its forward is
-    done. The linear that ends an MLP is often the last, and the stock one stops ahead of its product.
+    Checkpointing ends a block's second run at its last saved tensor, and an autograd function saves after its forward.
+    So the last linear of a block (of an MLP) would run its product again for nothing; a stock linear does not.
     """
-    # Selective checkpointing knows products by the operators that return them.
+    # Selective checkpointing recognises products by the operators that return them.
     if current_graph_task_id() == -1 or checkpointing_hook() is None or is_selectively_checkpointed():
         return None
     ctx.behind = h
@@ -171,13 +171,13 @@ def computed(y: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class RecomputedInputFunction(DirectFunction):
-    """Saves the weight, not its copy in the dtype of x, and what its input is recomputed from, if that is known."""
+    """Saves the weight itself, not a cast of it, and the tensors that recompute its input; without a spec the input."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec | None, dtype: torch.dtype | None
     ) -> Tensor:
-        """`dtype` is autocast's where x has another. The cast is no node of its own; autograd casts the gradient."""
+        """`dtype` is autocast's if x has another one. The cast has no node of its own: autograd casts the gradient."""
         ctx.input, ctx.shape = spec if spec is None else spec.recomputed, x.shape
         saved = (x if weight.requires_grad else None,) if spec is None else spec.take()
         ctx.save_for_backward(weight, *saved)
@@ -186,12 +186,12 @@ class RecomputedInputFunction(DirectFunction):
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Without a spec it can be differentiated twice."""
+        """Without a spec, it can be differentiated twice."""
         weight, *saved = ctx.saved_tensors
         of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.size(-1))
         dweight: Tensor | None = None
-        # First what reads x: its last reader frees it.
+        # Compute dW first: it reads x, and the last reader frees x.
         if ctx.input is not None:
             refuse_double_backward()
             dweight = weight_gradient(rows, ctx.input.rows(saved, dy.dtype), weight)
@@ -203,7 +203,7 @@ class RecomputedInputFunction(DirectFunction):
 
 
 class FusedLinearFunction(DirectFunction):
-    """Saves the weight and what its input is recomputed from; its backward is that of its input's producer as well."""
+    """Saves the weight and the inputs of its input's producer; its backward runs the producer's backward as well."""
 
     @staticmethod
     def forward(
@@ -214,7 +214,7 @@ class FusedLinearFunction(DirectFunction):
         bias: Tensor | None,
         *inputs: Tensor,
     ) -> Tensor:
-        """``value(*inputs)`` is the linear's input; no argument, because this function takes its place in the graph."""
+        """The linear's input is ``value(*inputs)``. It is no argument: this function replaces its node in the graph."""
         h = value(*inputs)
         ctx.differentiate, ctx.shape, ctx.given_once = differentiate, h.shape, are_from_checkpoint()
         ctx.save_for_backward(weight, *inputs)
@@ -249,7 +249,7 @@ def input_gradient(dy: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor
 
 
 def weight_gradient(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-    """dy^T h in the layout of the weight, so that nothing has to be transposed before it is added up."""
+    """dy^T h in the layout of the weight, so that accumulating it needs no transposed copy."""
     has_rows = weight.is_contiguous() or weight.stride(-1) == 1
     left, right = (dy.t(), h) if has_rows else (h.t(), dy)
     if weight.dtype is not dy.dtype and _rounds_once(dy, weight):
@@ -265,19 +265,19 @@ def bias_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rounds_once(dy: Tensor, weight: Tensor) -> bool:
-    """Whether a gradient of fp32 parameters, under autocast, is computed in fp32 at once: on GPUs a product and a sum
-    round where they end, so that a cast is one rounding, one launch and a temporary more."""
+    """Whether, under autocast, a gradient of fp32 parameters is computed in fp32 directly. On a GPU a 16-bit result and
+    its cast would take one more rounding, launch and temporary."""
     return dy.is_cuda and weight.dtype is torch.float32 and dy.dtype.itemsize == 2 and not torch.is_grad_enabled()
 
 
 def recomputed_output(y: Tensor, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """`y`, for which `x` is saved. Inside a `memopt.saved.RecomputeScope` whoever saves y, or a view or cast of it,
-    saves a handle instead, and recomputes it as ``run(x)``.
+    """`y`, for which `x` is saved. Inside a `memopt.saved.RecomputeScope` an operation that saves y, or a view or cast
+    of it, saves a handle instead, which recomputes y as ``run(x)``.
 
     Args:
-        y: any shape, floating point, with its graph. Nobody else refers to it.
-        x: what it was computed from; saved.
-        run: gives y again, without a graph, in backward; raises if it cannot.
+        y: any shape, floating point, with its graph. Nothing else refers to it.
+        x: the tensor from which `y` was computed; saved.
+        run: recomputes y in backward, without a graph; raises if it cannot.
     """
     output: Tensor = OutputFunction.apply(y, x, run)
     return output

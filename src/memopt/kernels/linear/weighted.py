@@ -3,11 +3,11 @@
     forward     z = s y,   y = a W + b
     backward    p = dz W^T,   da = s p,   ds = <p, a> + <dz, b> for each row,   dW = a^T (s dz),   db = s dz
 
-Experts of a router, and shared experts behind a gate. Autograd saves y for ds = <dz, y>, which is as wide as the hidden
-states, once for each expert of a token. The product that da takes anyway serves ds too, so y is not saved and no
-product is added; dW and db are autograd's to the bit. Source: SonicMoE, arXiv 2512.14080.
+For experts of a router, and shared experts with a gate. Autograd saves y for ds = <dz, y>; y is as wide as the hidden
+states, and there is one for each expert of a token. The product p, needed for da anyway, gives ds too. So y is not
+saved and no product is added; dW and db equal autograd's to the bit. Source: SonicMoE, arXiv 2512.14080.
 
-Whoever calls products tells :class:`Products` what they are made of, while some are followed.
+While products are followed, the code that computes one notes its factors in :class:`Products`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class Product:
     """y = a W + b."""
 
     a: Tensor
-    """(..., in), with its graph."""
+    """(..., in), in the graph."""
     matrix: Tensor
-    """W: (in, out); one for each of a's matrices, (n, in, out); or where there are offsets one for each expert."""
+    """W: (in, out), or (n, in, out): one for each of a's matrices or, with `offsets`, for each expert."""
     offsets: Tensor | None = None
-    """(experts,): where the rows of each expert end."""
+    """(experts,): the end of each expert's rows."""
     spec: RecomputeSpec | None = None
-    """What `a` is recomputed from, where that is saved instead."""
+    """The spec of `a`, if the spec's tensors are saved instead of `a`."""
     bias: Tensor | None = None
-    """With its graph; broadcast to y."""
+    """In the graph; broadcast to y."""
     chosen: tuple[Tensor, Tensor] | None = None
-    """(rows, index): the bias is ``rows[index]``, which is as large as y, and these are saved instead."""
+    """(rows, index), saved instead of the bias ``rows[index]``, which is as large as y."""
     dtype: torch.dtype | None = None
-    """In which the product was computed; None until it was."""
+    """The dtype of the product; None until it was computed."""
 
 
 class Products:
-    """The outputs of products of which it is known what they are made of, while they live."""
+    """The factors of products, by their outputs, for as long as the outputs are alive."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Product]] = {}
@@ -58,7 +58,7 @@ class Products:
             self._known[key] = reference, y._version, product if product.dtype else replace(product, dtype=y.dtype)
 
     def of(self, y: Tensor) -> Product | None:
-        """What `y` is made of; None where that is not known, or where it was changed in place since."""
+        """The product that computed `y`; None if it is not known, or if `y` was changed in place since."""
         known = self._known.get(id(y))
         return known[2] if known is not None and known[0]() is y and known[1] == y._version else None
 
@@ -67,22 +67,22 @@ class _Followed(threading.local):
     products: Products | None = None
 
 
-#: Its `products` are noted by linears of ours in this thread; None where nobody looks at them.
+#: memopt's linears in this thread note their products in its `products`; None if products are not followed.
 followed = _Followed()
 
 
 def noted(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec | None) -> Tensor:
-    """`y`, which is ``F.linear(x, weight, bias)``, noted. Callers ask first whether products are followed."""
+    """Note that `y` is ``F.linear(x, weight, bias)``, and return it. Only while products are followed."""
     assert followed.products is not None
     followed.products.note(y, Product(x, weight.t(), spec=spec, bias=bias))
     return y
 
 
 def weighted(y: Tensor, s: Tensor, product: Product) -> Tensor:
-    """``y * s``, for which neither y nor anything of its size is saved.
+    """``y * s``, which saves neither y nor any tensor of its size beside the input of the product.
 
     Args:
-        y: (..., out), what `product` says.
+        y: (..., out), the output of `product`.
         s: (..., 1) or a number in a tensor, broadcast to y.
 
     Returns:
@@ -93,7 +93,7 @@ def weighted(y: Tensor, s: Tensor, product: Product) -> Tensor:
 
 
 class WeightedFunction(DirectFunction):
-    """Saves the product's input, or what that is recomputed from, and the weights of the rows; not the product."""
+    """Saves the product's input, or the tensors that recompute it, and the weights of the rows; not the output."""
 
     __memopt_saves__ = "linear input"
 
@@ -116,7 +116,7 @@ class WeightedFunction(DirectFunction):
         _, _, _, needs_matrix, needs_bias, _ = ctx.needs_input_grad
         a = saved[0].to(ctx.dtype) if ctx.input is None else ctx.input.rows(saved, ctx.dtype)
         matrix, dmatrix, dbias = matrix.to(ctx.dtype), None, None
-        # Matrices of rows as the product had them, without what `expand` left of a gradient.
+        # Matrices of rows in the product's shapes; dz is made contiguous below, since it may be expanded.
         shape = (*ctx.shape[:-1], dz.size(-1)) if matrix.dim() == 3 else (-1, dz.size(-1))
         a = a.reshape(*shape[:-1], ctx.shape[-1])
         if needs_matrix or needs_bias:

@@ -1,7 +1,7 @@
 """Cross-entropy of rows: statistics in one read of the logits, their gradient in one read and one write.
 
-By blocks of columns, of which one may be all: fresh_statistics, statistics_ for each block, row_losses; row_factors,
-block_gradient_ for each. These know nothing of autograd; :func:`lean_cross_entropy` does, for logits kept whole.
+By blocks of columns, or one block of all columns: fresh_statistics, statistics_ for each block, row_losses; then
+row_factors, block_gradient_ for each block. These record no graph; :func:`lean_cross_entropy`, for whole logits, does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 def in_range(target: Tensor, ignore_index: int, classes: int) -> None:
-    """The stock operator's IndexError for a target that is no class; on a GPU a device-side assertion."""
+    """Raises the stock operator's IndexError for a target that is no class; on a GPU a device-side assertion."""
     nothing = torch.zeros((1, 1), device=target.device).expand(len(target), classes)
     F.nll_loss(nothing, target, reduction="none", ignore_index=ignore_index)
 
 
 def fresh_statistics(rows: Tensor) -> Tensor:
-    """Those of no columns yet, (n, 4) for `rows` (n, ...): what :func:`statistics_` starts from."""
+    """Initial statistics (n, 4) for `rows` (n, ...), before the first block of columns (:func:`statistics_`)."""
     statistics = rows.new_zeros(len(rows), 4, dtype=accumulation_dtype(rows.dtype))
     statistics[:, 0] = -torch.inf
     return statistics
@@ -44,7 +44,7 @@ def statistics_(
     logits: Tensor, statistics: Tensor, target: Tensor, *, weight: Tensor | None = None, smoothed: bool = False,
     factors: RowFactors | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Takes a block of columns into the statistics of their rows, in place.
+    """Adds a block of columns to the statistics of its rows, in place.
 
     Args:
         logits: (n, B), any floating dtype and strides.
@@ -52,8 +52,8 @@ def statistics_(
             logit of the target.
         target: (n,) int64, counted from the block's first column; one outside of the block picks nothing.
         weight: (B,) of the block's classes; read where `smoothed`.
-        factors, out: where the block is all columns: the gradient that :func:`block_gradient_` would write to `out`,
-            which may be `logits`, is written as well.
+        factors, out: only for a block of all columns: also writes the gradient, as :func:`block_gradient_`, to `out`,
+            which may be `logits`.
     """
     if runs_triton(logits, statistics, weight, out):
         import memopt.kernels.loss.function_triton as kernels
@@ -85,7 +85,7 @@ def row_losses(statistics: Tensor, target: Tensor, arguments: LossArguments, cla
 
 @torch.no_grad()
 def row_factors(target: Tensor, dloss: Tensor, arguments: LossArguments, classes: int) -> RowFactors:
-    """What :func:`block_gradient_` needs of each row, from the gradient of its loss `dloss` (n,), fp32 or fp64."""
+    """The factors of each row for :func:`block_gradient_`, from the gradient of its loss `dloss` (n,), fp32 or fp64."""
     dloss = dloss.masked_fill(target == arguments.ignore_index, 0.0)
     hit, weight_sum = _target_weights(target, arguments, classes, dloss.dtype)
     flat = dloss * (arguments.label_smoothing / classes) if arguments.label_smoothing else None
@@ -125,7 +125,7 @@ def block_gradient_(
 def _target_weights(
     target: Tensor, arguments: LossArguments, classes: int, dtype: torch.dtype
 ) -> tuple[Tensor | float, Tensor | float]:
-    """(1 - e) w_t of each row (of ignored rows any number), and the sum of all w."""
+    """(1 - e) w_t of each row (any number for ignored rows), and the sum of all w."""
     if arguments.weight is None:
         return 1 - arguments.label_smoothing, float(classes)
     weight = arguments.weight.to(dtype)
@@ -172,7 +172,7 @@ def reduced(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: i
 
 
 def weight_of_all(target: Tensor, arguments: LossArguments, dtype: torch.dtype) -> Tensor:
-    """What a mean divides by, a tensor of one number."""
+    """The divisor of a mean, a tensor of one number: the count, or the sum of class weights, of targets not ignored."""
     kept = target != arguments.ignore_index
     if arguments.weight is None:
         return kept.sum().to(dtype)
@@ -181,7 +181,7 @@ def weight_of_all(target: Tensor, arguments: LossArguments, dtype: torch.dtype) 
 
 
 class LeanCrossEntropyFunction(DirectFunction):
-    """Keeps the logits in their own dtype."""
+    """Saves the logits in their own dtype."""
 
     @staticmethod
     def forward(

@@ -112,7 +112,7 @@ def launch_statistics(
     logits: Tensor, statistics: Tensor, weight: Tensor | None, smoothed: bool, target: Tensor | None = None,
     factors: RowFactors | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `memopt.kernels.loss.reference.update_statistics`; with `factors` and `out` the gradient of whole rows, too.
+    """As `memopt.kernels.loss.reference.update_statistics`; with `factors` and `out` also the gradient of whole rows.
 
     Moves logits.element_size() bytes per element in, once, which is the floor; the gradient out once.
     """
@@ -120,7 +120,7 @@ def launch_statistics(
         return
     logits, place = _in_rows(logits), None if out is None else _in_rows(out)
     config = _config("loss_forward", logits)
-    # All threads that a program can have: the fewer rows are read at a time, the more of them the cache holds.
+    # Twice the threads for the gradient: with fewer rows read at a time, the cache holds more of them for its read.
     warps = config.num_warps if factors is None else min(MOST_WARPS, 2 * config.num_warps)
     vector = _VECTOR_BYTES // logits.element_size()
     of_rows = (None, None, None) if factors is None else _of_rows(factors, statistics)
@@ -162,7 +162,7 @@ def launch_gradient(
 
 
 def _of_rows(factors: RowFactors, like: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The factors as the kernels read them. A number is filled in on the device: a copy from the host would wait."""
+    """The factors as tensors for the kernels. A number is filled in on the device: a copy from the host would wait."""
     if factors.flat is None:
         return factors.hit.contiguous(), None, None
     total = factors.weight_sum

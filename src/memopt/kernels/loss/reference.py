@@ -1,4 +1,4 @@
-"""Cross-entropy of rows in plain PyTorch: the formulas, and what runs wherever the Triton kernels do not.
+"""Cross-entropy of rows in plain PyTorch: the formulas, and the code that runs where the Triton kernels do not.
 
 With m = max_j x_j, s = sum_j exp(x_j - m), p_j = exp(x_j - m - log s), target t, class weights w (else 1) with sum W,
 label smoothing e and V classes, as `torch.nn.functional.cross_entropy` has it:
@@ -6,9 +6,8 @@ label smoothing e and V classes, as `torch.nn.functional.cross_entropy` has it:
     loss    = (1 - e) w_t (m + log s - x_t) + e / V (W (m + log s) - sum_j w_j x_j)
     dx_j    = hit (p_j - [j = t]) + flat (W p_j - w_j)          hit = dloss (1 - e) w_t,   flat = dloss e / V
 
-m, s and the last sum run over blocks of columns (Milakov, Gimelshein 2018), of which there may be one or many.
-Statistics and sums are in fp32, for fp64 in fp64. m and log s stay two numbers: their fp32 sum would lose digits of a
-p near 1.
+m, s and the last sum are computed over one or many blocks of columns (Milakov, Gimelshein 2018). Statistics and sums
+are in fp32 (fp64 for fp64). m and log s stay two numbers: their fp32 sum would lose digits of a p near 1.
 """
 
 from __future__ import annotations
@@ -25,41 +24,41 @@ from memopt.kernels.base.device import skips_pieces
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.base.precision import accumulation_dtype
 
-#: Logits of which a wide copy exists at a time, or those of one row.
+#: Most logits with a wide copy at a time (but at least one row).
 _PIECE = 2**20
 
 
 @dataclass(frozen=True)
 class LossArguments:
-    """What `torch.nn.functional.cross_entropy` is called with beside logits, targets and the reduction."""
+    """Arguments of `torch.nn.functional.cross_entropy` beside logits, targets and the reduction."""
 
     weight: Tensor | None = None
-    """(V,), of each class."""
+    """(V,): the weight of each class."""
     label_smoothing: float = 0.0
     ignore_index: int = -100
 
 
 @dataclass(frozen=True)
 class RowFactors:
-    """How much of each part of the gradient a row has; 0 for ignored rows."""
+    """Factors of the parts of a row's gradient; 0 for ignored rows."""
 
     hit: Tensor
     """(n,)"""
     flat: Tensor | None
     """(n,); None without label smoothing."""
     weight_sum: Tensor | float
-    """Of all classes."""
+    """The sum of the weights of all classes."""
 
     def __getitem__(self, part: slice) -> RowFactors:
-        """Of some of the rows."""
+        """The factors of some of the rows."""
         return RowFactors(self.hit[part], None if self.flat is None else self.flat[part], self.weight_sum)
 
 
 def update_statistics(
     logits: Tensor, statistics: Tensor, weight: Tensor | None, smoothed: bool, target: Tensor | None = None
 ) -> None:
-    """Takes a block (n, B) into `statistics` (n, 4): m, s, where `smoothed` sum_j w_j x_j, and x_t of `target` (n,),
-    which counts from the block's first column."""
+    """Adds a block (n, B) to `statistics` (n, 4): m, s, sum_j w_j x_j (if `smoothed`), and x_t of `target` (n,), which
+    counts from the block's first column."""
     for rows in _pieces(logits):
         top, total, of_all, picked = statistics[rows].unbind(1)
         x = logits[rows].to(statistics.dtype)
@@ -69,7 +68,7 @@ def update_statistics(
         if smoothed:
             of_all += (x if weight is None else x * weight.to(x.dtype)).sum(1)
         above = torch.maximum(top, x.amax(1))
-        base = above.masked_fill(above == -torch.inf, 0.0)  # nothing but -inf so far counts 0, not NaN
+        base = above.masked_fill(above == -torch.inf, 0.0)  # a row of only -inf so far adds 0, not NaN
         total *= (top - base).exp_()
         total += (x - base[:, None]).exp_().sum(1)
         top.copy_(above)
@@ -95,7 +94,7 @@ def block_gradient(
 
 def _pieces(logits: Tensor) -> Iterator[slice]:
     if skips_pieces(logits):
-        return iter(())  # no values; as where Triton runs, nothing is allocated
+        return iter(())  # no values; as with Triton kernels, nothing is allocated
     step = max(1, _PIECE // max(1, logits.size(1)))
     return pieces((slice(start, start + step) for start in range(0, len(logits), step)), logits)
 

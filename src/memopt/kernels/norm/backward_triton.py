@@ -1,7 +1,7 @@
 """Triton kernels of the MS-norms' backward.
 
 Gradients of weight and bias are sums over rows. Each program sums its own rows in fp32 registers and writes one partial
-row; one launch more adds those of both up. No atomics: the same inputs give the same bits.
+row; one more launch sums the partial rows of both. There are no atomics: equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from memopt.kernels.norm.reference import NormArguments, NormSpec
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-#: Warps that a multiprocessor should have at work where programs walk over many rows: as many as 64 registers allow.
+#: Warps on each multiprocessor for programs that loop over many rows: as many as fit with 64 registers a thread.
 _WARPS = 32
-#: Elements of a tile that leave registers for two sums: 8 for each of the 1024 threads that a program has at most.
+#: Most elements of a tile that leave registers for two sums: 8 for each of the 1024 threads of the largest program.
 _TWO_SUMS = 8192
-#: Bytes of a tile from which on so few programs fit a multiprocessor that each reads its next rows while it computes.
+#: Least bytes of a tile for pipelining: few such programs fit a multiprocessor, so each loads rows while it computes.
 _PIPELINED = 16384
-#: Stands for the multiprocessors where there is no GPU: the interpreter, and compilation ahead of time.
+#: The assumed number of multiprocessors without a GPU: in the interpreter, and for compilation ahead of time.
 _MULTIPROCESSORS_WITHOUT_GPU = 4
 #: Rows and columns of the tile in which partial rows are summed: a row of it is a line of the cache.
 _SUMMED = 32
@@ -42,16 +42,16 @@ def launch_backward(
     needs: tuple[bool, bool, bool],
     dtype: torch.dtype = torch.float32,
 ) -> Gradients:
-    """dx in the dtype of x with the strides of x_hat where it has no gaps; dweight and dbias (hidden,) in `dtype`.
+    """dx in the dtype of x with the strides of x_hat if it has no gaps; dweight and dbias (hidden,) in `dtype`.
 
     Args:
-        dy: (..., hidden) with any strides, expanded ones too.
-        needs: which of the three are wanted; the others are None.
+        dy: (..., hidden) with any strides; it may be expanded.
+        needs: which of dx, dweight and dbias are needed; the others are None.
 
     Moves dy and x_hat in and dx out, which is the floor: 6 bytes per element in 16-bit, 12 in fp32; 4 more per row, and
-    per program 8 for each element of a partial row. dy is read again for dbias where a row and two sums do not fit into
-    the registers. Rows longer than the tile are read a second time for dx, from the cache, which few of them at a time
-    fit into, and once more for dweight and dbias.
+    per program 8 for each element of a partial row. dy is read again for dbias if a row and two sums do not fit into
+    the registers. Rows longer than the tile are read a second time for dx (from the cache, since few rows are in use at
+    a time), and once more for dweight and dbias.
     """
     hidden, spec = x_hat.size(-1), arguments.spec
     dx = torch.empty_like(x_hat, dtype=arguments.x_dtype) if needs[0] else None
@@ -64,7 +64,7 @@ def launch_backward(
         dx, dweight, dbias = launch_backward(dy, x_hat.contiguous(), rstd, weight, arguments, needs, dtype)
         return None if dx is None else laid_out_like(x_hat, dx), dweight, dbias
     config = launch_config("norm_backward", hidden, x_hat.dtype)
-    # Rows that are not whole vectors are read by element, which takes registers as twice their elements do.
+    # Rows that are no whole number of vectors are read by element, which takes twice as many registers.
     held = config.rows * config.block * (2 if hidden * x_hat.element_size() % 16 else 1)
     at_once = hidden <= config.block and held <= 2 * _TWO_SUMS
     if at_once and held > _TWO_SUMS and all(needs[1:]):
@@ -93,7 +93,7 @@ def _walked(
     dy: Tensor, x_hat: Tensor, rstd: Tensor, weight: Tensor | None, dx: Tensor | None, layout: Rows, spec: NormSpec,
     needs: tuple[bool, bool, bool], config: LaunchConfig, stages: int, dtype: torch.dtype,
 ) -> Gradients:  # fmt: skip
-    """dx and the sums; the sums alone, in blocks of columns, where dx is None."""
+    """dx and the sums; if dx is None only the sums, by blocks of columns."""
     hidden, tiles, sums = x_hat.size(-1), triton.cdiv(layout.count, config.rows), any(needs[1:])
     if dx is None and not sums:
         return None, None, None
@@ -240,7 +240,7 @@ def offset_weight(weight_ptr, col, hidden, OFFSET: tl.constexpr):  # type: ignor
 
 
 def _programs(device: torch.device, num_warps: int) -> int:
-    """Enough programs to occupy the device, and no more: each writes a partial row."""
+    """Just enough programs to occupy the device: each program writes a partial row."""
     return _multiprocessors(device) * max(1, _WARPS // num_warps)
 
 

@@ -1,7 +1,7 @@
-"""Triton kernels of the MS-norms: forward, and the recomputed output. The backward is in `norm_backward_triton`.
+"""Triton kernels of the MS-norms: forward, and the recomputed output. The backward is in `backward_triton`.
 
-A program works on some rows by all their columns, held in registers. Rows that are longer than the tile of the launch
-table are walked through in a loop. Statistics are fp32 and never E[x^2] - E[x]^2, which cancels.
+A program holds all columns of some rows in registers. A loop covers rows that are longer than the tile of the launch
+table. Statistics are fp32, and never computed as E[x^2] - E[x]^2, which cancels.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def launch_forward(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """y and x_hat (both (..., hidden), in the dtypes of `arguments`) and rstd (fp32, (..., 1)).
 
-    With a residual, which has the shape and dtype of x, the norm is that of x + residual, rounded as PyTorch rounds the
-    sum. y is None if the output is x_hat. Kind "rms" keeps the strides of x where it has no gaps, kind "layer" is
+    With a residual, which has the shape and dtype of x, this is the norm of x + residual, with PyTorch's rounding of
+    the sum. y is None if the output is x_hat. Kind "rms" keeps the strides of x if x has no gaps, kind "layer" is
     contiguous.
 
     Moves x in, x_hat and y out, which is the floor: per element 6 bytes in 16-bit with an affine, 4 without one, 12 and
-    8 in fp32; 4 more per row. A residual adds 2 and 4; to write the sum and read it again would take 6 and 12. Rows
-    longer than the tile are read a second time, mostly from the cache. `copies`, which is contiguous, is filled with
-    weight and bias, one after the other, by the first program: a launch of its own would take longer.
+    8 in fp32; 4 more per row. A residual adds 2 and 4; writing the sum and reading it again would take 6 and 12. Rows
+    longer than the tile are read a second time, mostly from the cache. The first program fills `copies`, which is
+    contiguous, with weight and bias, one after the other: a launch of its own would take longer.
     """
     has_output = weight is not None or bias is not None or arguments.casts
     kept_dtype, rms = arguments.kept_dtype, arguments.spec.kind == "rms"
@@ -247,7 +247,7 @@ _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.floa
 def _affine_options(weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> dict[str, Any]:
     """The constants of :func:`scaled_and_shifted`, and the option of the launch that depends on them.
 
-    The dtypes are those that `memopt.kernels.norm.reference.affine` goes through.
+    The dtypes of the steps are those of `memopt.kernels.norm.reference.affine`.
     """
     spec, x_dtype = arguments.spec, arguments.x_dtype
     x_hat = scale = product = total = torch.float32
@@ -262,7 +262,7 @@ def _affine_options(weight: Tensor | None, bias: Tensor | None, arguments: NormA
         "SCALE": _TL_DTYPES[scale],
         "PRODUCT": _TL_DTYPES[product],
         "SUM": _TL_DTYPES[total],
-        # The compiler knows that a 16-bit product and sum can be one operation. That would leave a rounding out.
+        # The compiler would fuse a 16-bit product and sum into one operation, and so leave out a rounding.
         "enable_fp_fusion": bias is None or product == torch.float32,
     }
 

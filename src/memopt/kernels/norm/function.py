@@ -1,8 +1,8 @@
 """MS-LayerNorm and MS-RMSNorm: norms whose backward uses their normalised output, with or without an affine.
 
 Saved for backward: x_hat in the compute dtype, rstd (fp32, one per row) and a copy of the affine (one row); never the
-input, which need not be made where it is a sum. Without an affine y is x_hat, one storage with what the next linear
-saves. With one, y is recomputed from x_hat, weight and bias: its readers save those, or a handle inside a
+input. An input that is a sum need not even be stored. Without an affine y is x_hat, and the next linear saves the same
+storage. With an affine, y is recomputed from x_hat, weight and bias: readers of y save these, or a handle inside a
 `memopt.saved.RecomputeScope`.
 
 The formulas are in `memopt.kernels.norm.reference`, the Triton kernels in `*_triton`, the choice between them in `ops`.
@@ -49,10 +49,10 @@ def ms_norm(
         weight, bias: (hidden,) or None; without both, y is x_hat.
         spec: family, eps, offset, casting order.
         dtype: dtype of the result.
-        kept_dtype: dtype of the kept x_hat where it is not the result's: autocast's; `dtype` by default.
-        shares: linears read the result, and share a cast of it to `kept_dtype`.
-        residual: of the shape and dtype of `x`. The norm is that of ``x + residual``, rounding included; where Triton
-            runs, the sum is not made.
+        kept_dtype: dtype of the saved x_hat (autocast's) if the result has another one; `dtype` by default.
+        shares: whether linears read the result and share a cast of it to `kept_dtype`.
+        residual: of the shape and dtype of `x`. The norm is computed of ``x + residual``, with the rounding of that
+            sum; Triton kernels do not store the sum.
 
     Returns:
         y: (..., hidden) in `dtype`.
@@ -86,7 +86,7 @@ def ms_norm(
 def _plan(
     spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype, kept_dtype: torch.dtype
 ) -> tuple[NormArguments, Recompute, Recompute]:
-    """What a norm is called with beside its tensors, and how its output is recomputed, in its dtype and in x_hat's."""
+    """A norm's arguments beside its tensors, and functions that recompute its output in `dtype` and in `kept_dtype`."""
 
     def recompute(arguments: NormArguments) -> Recompute:
         return lambda x_hat, scale, shift, *_: norm_ops.recompute_output(x_hat, *_rows(scale, shift), arguments)
@@ -96,10 +96,10 @@ def _plan(
 
 
 def _room(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Where a norm writes copies of its affine: (hidden,), or (2, hidden) of both; None for none and for two dtypes.
+    """An empty tensor for copies of weight or bias (hidden,), or of both (2, hidden).
 
-    Copies, because a sharding tool may have freed the parameter's own storage when a reader of the output, in another
-    shard unit, runs its backward first. One tensor, because each takes time to allocate, save and hand out.
+    None without an affine, or for two dtypes. Copies, because sharded training may free a parameter's storage before a
+    reader of the output, in another shard unit, runs its backward. One tensor, because each takes time to save.
     """
     if weight is None or bias is None:
         parameter = bias if weight is None else weight
@@ -108,7 +108,7 @@ def _room(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def _rows(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of what :func:`_room` holds, or of copies of both."""
+    """Weight and bias from the saved copies: both in one tensor (:func:`_room`), or each in its own."""
     if scale is None or scale.dim() == 1:
         return scale, shift
     weight, bias = scale.unbind()
@@ -116,7 +116,7 @@ def _rows(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Te
 
 
 class NormFunction(DirectFunction):
-    """Saves x_hat. The output is recomputed from it, or without an affine and a cast x_hat is the output."""
+    """Saves x_hat. The output is recomputed from x_hat, or is x_hat if there is neither an affine nor a cast."""
 
     @staticmethod
     def forward(
@@ -128,7 +128,7 @@ class NormFunction(DirectFunction):
         saved: list[Any],
         residual: Tensor | None,
     ) -> Tensor | None:
-        """`saved` is given x_hat, the copy of the affine in two places and the node's `Recomputed`."""
+        """Appends x_hat, the copies of the affine (two items) and the node's `Recomputed` to `saved`."""
         ctx.arguments, ctx.recomputed = arguments, Recomputed()
         ctx.recomputes_output = weight is not None or bias is not None or arguments.casts
         ctx.saves_output = not ctx.recomputes_output
@@ -150,10 +150,10 @@ class NormFunction(DirectFunction):
         weight = scale if scale is None or scale.dim() == 1 else scale[0]
         x_needs, weight_needs, bias_needs, _, _, residual_needs = ctx.needs_input_grad
         needs = (x_needs or residual_needs, weight_needs, bias_needs)
-        # Autograd casts what is not in the dtype of its parameter.
+        # Autograd casts a gradient that is not in the dtype of its parameter.
         dtype = torch.float32 if scale is None or shift is not None else scale.dtype
         dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.arguments, needs, dtype)
-        # One tensor for both terms of a sum, as the addition itself gives.
+        # Both terms of a sum get the same tensor as gradient, as in autograd's addition.
         return dx if x_needs else None, dweight, dbias, None, None, dx if residual_needs else None
 
 

@@ -1,7 +1,7 @@
-"""The steps of an MS-norm on any device, and the same as operators that torch.compile, torch.export and others see.
+"""The steps of an MS-norm on any device, and operators with these steps for torch.compile, torch.export and others.
 
-The plain functions choose between the Triton kernels and the reference. The operators ``torch.ops.memopt.ms_*`` are
-opaque to compilers: they run these functions, their fake kernels say what comes out, their backward is one of them.
+The plain functions choose between the Triton kernels and the reference. The operators ``torch.ops.memopt.ms_*`` run
+these functions, opaque to compilers: they have fake kernels, and ``ms_norm_backward`` is the backward of ``ms_norm``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def forward(
 ) -> Norm:
     """y, x_hat (in the dtypes of `arguments`) and rstd. y is None if the output is x_hat.
 
-    With a residual, in the shape and dtype of x, the norm is that of x + residual. `copies`, contiguous, is filled with
-    weight and bias: (hidden,) where there is one of them, (2, hidden) for both.
+    With a residual, of the shape and dtype of x, this is the norm of x + residual. `copies`, contiguous, is filled with
+    weight or bias (hidden,), or with both (2, hidden).
     """
     if residual is not None and (residual.dtype is not x.dtype or residual.shape != x.shape):
         raise ValueError(
@@ -47,7 +47,7 @@ def forward(
         for place, parameter in ((0, weight), (-1, bias)):
             if parameter is not None:
                 rows_of_copies[place].copy_(parameter)
-    # A sum is not made as a whole, in any dtype.
+    # With a residual, go by parts in any dtype, so that the whole sum is never stored.
     rows = _parts(x) if residual is None else parts_of(x, residual)
     if rows is not None:
         return _forward_by_parts(x, weight, bias, arguments, residual, rows)
@@ -63,7 +63,7 @@ _kernels = imported_once("memopt.kernels.norm.forward_triton")
 
 
 def _parts(*given: Tensor) -> int | None:
-    """Rows at a time of large 16-bit tensors, so that no fp32 copy of them is whole; None for all at once."""
+    """Rows at a time of large 16-bit tensors, to avoid an fp32 copy of the whole tensor; None for all at once."""
     return None if any(tensor.element_size() != 2 for tensor in given) else parts_of(*given)
 
 
@@ -86,13 +86,13 @@ def _forward_by_parts(
         for result, each in zip(results, made, strict=True):
             if result is not None and each is not None:
                 result[part] = each
-        del made, each  # before the next part's
-    # Aliases that nothing was written to: a tensor that was changed in place is not recomputed.
+        del made, each  # before the next part is computed
+    # Return aliases with version 0: a tensor that counts as changed in place would not be recomputed.
     return None if y is None else y.data, x_hat.data, rstd.data
 
 
 def recompute_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
-    """y from the kept x_hat."""
+    """y from the saved x_hat."""
     if weight is None and bias is None and not arguments.casts:
         return x_hat
     if runs_triton(x_hat, weight, bias):
@@ -110,7 +110,7 @@ def backward(
     needs: tuple[bool, bool, bool],
     dtype: torch.dtype = torch.float32,
 ) -> Gradients:
-    """dx in the dtype of x, dweight and dbias in that of rstd, or in `dtype` where a kernel runs; None if not
+    """dx in the dtype of x; dweight and dbias in the dtype of rstd, or in `dtype` if a Triton kernel runs; None if not
     needed."""
     if runs_triton(dy, x_hat, weight):
         gradients: Gradients = _kernels().launch_backward(dy, x_hat, rstd, weight, arguments, needs, dtype)
@@ -120,7 +120,7 @@ def backward(
         dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs)
         return (None if dx is None else dx.to(arguments.x_dtype)), dweight, dbias
     whole = dy.new_empty(dy.shape, dtype=arguments.x_dtype) if needs[0] else None
-    if skips_pieces(dy):  # as where Triton runs, nothing else is allocated
+    if skips_pieces(dy):  # as with Triton kernels, nothing else is allocated
         dweight, dbias = (rstd.new_empty(dy.size(-1)) if need else None for need in needs[1:])
         return whole, dweight, dbias
     sums: list[Tensor | None] = [None, None]
@@ -153,8 +153,8 @@ def ms_norm(
     kept_dtype: torch.dtype,
     residual: Tensor | None = None,
 ) -> list[Tensor]:
-    """y in `dtype`, x_hat in `kept_dtype` and rstd: the norm of x (+ residual). Without an affine y is x_hat: then the
-    results are two, y and rstd."""
+    """The norm of x (+ residual): y in `dtype`, x_hat in `kept_dtype` and rstd. Without an affine y is x_hat, and there
+    are only two results, y and rstd."""
     bare = weight is None and bias is None
     arguments = NormArguments(_spec(kind, eps, offset, cast_order), x.dtype, dtype, dtype if bare else kept_dtype)
     y, x_hat, rstd = forward(x, weight, bias, arguments, residual)
@@ -172,7 +172,7 @@ def ms_norm_backward(
     needs: list[bool],
     x_dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Those of dx, dweight and dbias that `needs` names, in this order."""
+    """The gradients among dx, dweight and dbias that `needs` selects, in this order."""
     arguments = NormArguments(_spec(kind, 0.0, offset), x_dtype, dy.dtype, x_hat.dtype)
     dx, dweight, dbias = backward(dy, x_hat, rstd, weight, arguments, (needs[0], needs[1], needs[2]))
     if dx is not None:
@@ -240,7 +240,7 @@ ms_norm.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _spec(kind: str, eps: float, offset: int = 0, cast_order: str = "after") -> NormSpec:
-    # An operator's schema knows neither dataclasses nor literal types.
+    # An operator's schema cannot have dataclasses or literal types.
     return NormSpec(kind, eps, offset, cast_order)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The MS-norms in plain PyTorch: the formulas, and what runs wherever the Triton kernels do not.
+"""The MS-norms in plain PyTorch: the formulas, and the code that runs where the Triton kernels do not.
 
     RMS:        x_hat = x * rstd              rstd = 1 / sqrt(mean(x^2) + eps)
     LayerNorm:  x_hat = (x - mean(x)) * rstd  rstd = 1 / sqrt(mean((x - mean(x))^2) + eps)
@@ -8,7 +8,7 @@
                 dx = rstd * (g - x_hat * mean(g * x_hat))                  (LayerNorm: also - mean(g) inside)
                 dweight = sum over rows of dy * x_hat,   dbias = sum over rows of dy
 
-Statistics and sums are in fp32 for 16-bit and fp32 inputs, in fp64 for fp64. Nothing that is given is written to.
+Statistics and sums are in fp32 for 16-bit and fp32 inputs, in fp64 for fp64. No argument is written to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memopt.kernels.base.precision import accumulation_dtype
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Which norm: the numeric family, without its parameters."""
+    """The numeric family of a norm, without its parameters."""
 
     kind: Literal["rms", "layer"]
     eps: float | None
@@ -39,13 +39,13 @@ class NormSpec:
         return torch.finfo(accumulation_dtype(dtype)).eps if self.eps is None else self.eps
 
     def in_dtype(self, dtype: torch.dtype) -> NormArguments:
-        """This norm where input, output and x_hat have one dtype."""
+        """This norm with one dtype for input, output and x_hat."""
         return NormArguments(self, dtype, dtype, dtype)
 
 
 @dataclass(frozen=True)
 class NormArguments:
-    """What a norm is called with beside its tensors: the family, and the dtypes on the way through it."""
+    """The arguments of a norm beside its tensors: the family, and the dtypes of input, output and x_hat."""
 
     spec: NormSpec
     x_dtype: torch.dtype
@@ -65,7 +65,7 @@ class NormArguments:
 def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
     """x_hat (..., hidden) and rstd (..., 1), both in the accumulation dtype (fp32; fp64 for fp64).
 
-    Kind "rms" keeps the strides of x where it has no gaps, kind "layer" is contiguous, as the stock norms are.
+    As in the stock norms, kind "rms" keeps the strides of x if x has no gaps, and kind "layer" is contiguous.
     """
     wide = x.to(accumulation_dtype(x.dtype))
     is_own = wide.dtype != x.dtype and not wide.requires_grad
@@ -74,12 +74,12 @@ def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
             # The stock kernel: to the last bit what nn.LayerNorm computes, without temporaries of the input's size.
             x_hat, _, rstd = torch.native_layer_norm(x, [x.size(-1)], None, None, spec.eps_in(x.dtype))
             return x_hat, rstd
-        # For 16-bit inputs that kernel is less exact than this: it does not subtract the mean before it multiplies.
+        # For 16-bit inputs the stock kernel is less exact than this: it multiplies before it subtracts the mean.
         wide = wide.contiguous()
         mean = wide.mean(-1, keepdim=True)
         wide = wide.sub_(mean) if is_own else wide - mean
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps_in(x.dtype))
-    # A tensor that was changed in place is not recomputed: an alias that nothing was written to.
+    # Return an alias with version 0: a tensor that counts as changed in place would not be recomputed.
     return (wide.mul_(rstd).data if is_own else wide * rstd), rstd
 
 
@@ -99,7 +99,7 @@ def affine(
             scale = weight.to(y.dtype)
             y = y * (scale + 1 if spec.offset else scale)
         if bias is not None:
-            # What is cast below is nobody else's: one temporary of the input's size less.
+            # If y is cast below, nothing else refers to it: adding in place saves a temporary of the input's size.
             is_own = weight is not None and y.dtype != dtype
             y = y.add_(bias.to(y.dtype)) if is_own else y + bias.to(y.dtype)
     return y.to(dtype)

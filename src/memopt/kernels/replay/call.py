@@ -1,8 +1,8 @@
-"""A call of a pure function that keeps its arguments only, and runs again in backward.
+"""A call of a pure function that saves only its arguments, and runs again in backward.
 
 Linear attention in plain PyTorch (the gated delta rule, state space models) saves dozens of fp32 intermediates for each
-chunk of tokens, more than the rest of its block. Value and gradients are those of the function to the last bit; the
-price is its forward once more.
+chunk of tokens, more than the rest of its block. Value and gradients equal the function's own to the last bit; the cost
+is one more forward of the function.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from memopt.recompute.pure import with_tensors, without_tensors
 from memopt.recompute.versions import versions_of
 from memopt.torch_compat import tree_leaves
 
-#: run(tensors) -> what the function returns: tensors and plain values, in tuples and lists.
+#: run(tensors) -> the function's result: tensors and plain values, in tuples and lists.
 Run = Callable[[Sequence[Tensor]], Any]
 
 
 def replayed_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], differentiable: Sequence[bool]
 ) -> Any:
-    """``function(*args, **kwargs)``, keeping the tensors among its arguments only. It can be differentiated once.
+    """``function(*args, **kwargs)``, saving only the tensors among its arguments. It can be differentiated once.
 
     Args:
         function: pure (`memopt.recompute.pure`).
-        differentiable: of each tensor that it returns, in order, whether it has a gradient.
+        differentiable: for each tensor of the result, in order, whether it requires a gradient.
 
     Raises:
         RuntimeError: `function` changed an argument in place.
@@ -52,7 +52,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class ReplayedCallFunction(torch.autograd.Function):
-    """Keeps the tensors that go in; differentiates `run` again in backward."""
+    """Saves the tensors among the arguments; backward runs `run` again and differentiates it."""
 
     __memopt_saves__ = "function input"
 
@@ -67,7 +67,7 @@ class ReplayedCallFunction(torch.autograd.Function):
         result = run(tensors)
         outputs = _tensors(result)
         returned.append(without_tensors(result))
-        if versions_of(tensors) != before:  # autograd saves them as they are now
+        if versions_of(tensors) != before:  # autograd saves the changed tensors
             why = "A function of the model's code changed its arguments in place: it cannot run again in backward."
             raise RuntimeError(f"{why} Patch the model with functions.method=none.")
         constants = (each for each, known in zip(outputs, differentiable, strict=True) if not known)

@@ -1,8 +1,8 @@
-"""A module that keeps its inputs only, and runs its own forward again in backward.
+"""A module that saves only its inputs, and runs its own forward again in backward.
 
-For modules that no formula here covers, in which autograd keeps more than what goes in: a gated norm, written as a
-dozen operations in fp32, saves most of their results. Value and gradients are the stock module's to the last bit, since
-the same code computes them; the price is that code's time once more, twice where a reader needs the output again.
+For modules without an operator here, in which autograd saves more than the inputs: a gated norm, written as a dozen
+operations in fp32, saves most of their results. Value and gradients equal the stock module's to the last bit, since the
+same code computes them. The cost is one more forward, or two if a reader needs the output again.
 
 Saved for backward: the inputs, and copies of the parameters (small vectors). The output can be recomputed, so its
 readers save a handle inside a `memopt.saved.RecomputeScope`.
@@ -27,20 +27,20 @@ Replay = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 def replayed(run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """``run(inputs, parameters)``, keeping `inputs` and copies of `parameters` only.
+    """``run(inputs, parameters)``, saving only `inputs` and copies of `parameters`.
 
     Args:
-        run: without randomness and without effects; gives the same for the same tensors.
-        inputs: of any shape and dtype, kept as they are.
-        parameters: small ones: they are copied, because a sharding tool may have freed them when a reader of the
-            output, in another shard unit, runs its backward first.
+        run: without randomness and side effects; equal tensors give equal results.
+        inputs: of any shape and dtype, saved as they are.
+        parameters: small ones. They are copied, because sharded training may free them before a reader of the output,
+            in another shard unit, runs its backward.
     """
     y: Tensor = ReplayFunction.apply(run, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return y
 
 
 def recomputed_chain(value: Tensor, run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """`value`, a new tensor that is ``run(inputs, parameters)``, as the result of an operation that keeps them only.
+    """`value`, a new tensor equal to ``run(inputs, parameters)``, as the result of an operation like :func:`replayed`.
 
     Args:
         run, inputs, parameters: as in :func:`replayed`.
@@ -54,7 +54,7 @@ def recomputed_chain(value: Tensor, run: Replay, inputs: Sequence[Tensor], param
 
 
 class ReplayFunction(torch.autograd.Function):
-    """Keeps what goes in; differentiates `run` again in backward."""
+    """Saves its inputs; backward runs `run` again and differentiates it."""
 
     @staticmethod
     def forward(ctx: Any, run: Replay, count: int, *tensors: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class ReplayFunction(torch.autograd.Function):
 
 
 class ChainFunction(torch.autograd.Function):
-    """As :class:`ReplayFunction`, of a value that is there."""
+    """As :class:`ReplayFunction`, for a value that is computed already."""
 
     @staticmethod
     def forward(ctx: Any, run: Replay, count: int, value: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def gradients_again(
     needs: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradients of `saved` that are needed, from those of the tensors that ``run(saved)`` returns."""
+    """The needed gradients of `saved`, from the `gradients` of the tensors that ``run(saved)`` returns."""
     given = [each for each in gradients if each is not None]
     if not given:
         return [None] * len(needs)
@@ -108,7 +108,7 @@ def gradients_again(
             return leaves, run(leaves)
 
     if is_batched(given):
-        # A transform refuses new leaves and random numbers, and holds for the thread that entered it.
+        # A function transform refuses new leaves and random numbers, but only in the thread that entered it.
         with ThreadPoolExecutor(1) as outside:
             leaves, outputs = outside.submit(again).result()
     else:

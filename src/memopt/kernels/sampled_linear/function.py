@@ -47,7 +47,7 @@ Report = Callable[[Tensor], None]
 
 
 class SampleSlot(Protocol):
-    """Where the input, or its sample, is saved."""
+    """The slot in which the input or its sample is saved."""
 
     sample: RowSample | None
     dtype: torch.dtype | None

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from memopt.kernels.base.tiles_triton import on_device_of
 
-#: Elements of a tile of the norms and of the gather, and the most columns of one. With 4 warps a thread has two
+#: Elements of a tile of the norms and of the gather, and the most columns of a tile. With 4 warps a thread has two
 #: vectors of a 16-bit tensor.
 _TILE, _COLS = 2048, 1024
-#: Tiles of dW: out, in, and the rows that are added at a time; rows of tiles that share what they read of `kept`.
+#: Edge of large and of small tiles of dW; rows that are added at a time; rows of tiles that share reads of `kept`.
 _LARGE, _SMALL, _STEP, _GROUP = 128, 64, 32, 8
-#: Large tiles are for a dW of at least so many of them: about the multiprocessors of a data-centre GPU.
+#: Large tiles are used if dW has at least so many of them: about the multiprocessors of a data-centre GPU.
 _FULL = 128
 #: Numbers beyond these are squared in units of _UNIT or its inverse, and summed apart (Blue, ACM TOMS 4, 1978).
 _BIG, _TINY, _UNIT = tl.constexpr(2.0**50), tl.constexpr(2.0**-50), tl.constexpr(2.0**80)
@@ -141,7 +141,7 @@ def launch_gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def launch_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """dW (out, in) in the dtype of `kept`, each element a sum in a fixed order. Allocates the result alone."""
+    """dW (out, in) in the dtype of `kept`, each element a sum in a fixed order. Allocates only the result."""
     outs, (count, ins) = dy.size(1), kept.shape
     dw = kept.new_empty(outs, ins)
     if not count:

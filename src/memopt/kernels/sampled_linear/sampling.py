@@ -1,4 +1,4 @@
-"""Which rows of a linear's input to save, so that the weight gradient from them is unbiased.
+"""Chooses rows of a linear's input to save, such that the weight gradient computed from them is unbiased.
 
     dW = sum_i dy_i^T x_i   ~   sum_j weight_j * dy[row_j]^T x[row_j]       (n rows, k of them saved)
 
@@ -14,7 +14,7 @@ other scores; k - c of those rows are drawn:
 
 CRS is Drineas, Kannan and Mahoney's (SIAM J. Comput. 36, 2006), WTA-CRS is https://arxiv.org/abs/2305.15265 (Theorems 1
 and 2, and the rule for c), systematic sampling with unequal probabilities is Madow's (Ann. Math. Stat. 20, 1949) with
-Horvitz and Thompson's weights. Here are the samplers and their expected errors, as functions of tensors.
+Horvitz and Thompson's weights. This file has the samplers and their expected errors, as functions of tensors.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 #: Relative tolerance of a budget: 0.07 * 100 is 7 rows, though the product of the floats is above 7.
 _DIGITS = 1e-9
-#: Scores are rounded up to whole numbers that add up to about this much. Their sums are then exact in any order, so the
-#: same scores give the same rows on a device whose order of addition varies; weights are those of the rounded scores.
+#: Scores are rounded up to whole numbers with a sum of about this. Such sums are exact in any order, so equal scores
+#: give equal rows on a device whose order of addition varies. Weights are computed from the rounded scores.
 _UNITS = 2.0**48
-#: Most offsets of systematic sampling at which its error is evaluated; and rows of products in memory at a time.
+#: Most offsets at which the error of systematic sampling is evaluated; and most rows of products in memory at a time.
 _OFFSETS, _ROWS = 1024, 1024
 
 
@@ -193,7 +193,7 @@ def _random(count: int, w: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _split(w: Tensor, k: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows by falling score; how many of them are certain (at most k - 1); the scores, 0 for those that are."""
+    """Rows by falling score; how many of them are certain (at most k - 1); the scores, with 0 for certain rows."""
     ordered, order = w.sort(descending=True, stable=True)
     tail = _cumulated(ordered.flip(0)).flip(0)[:k]
     left = torch.arange(k, 0, -1, device=w.device)
@@ -202,7 +202,7 @@ def _split(w: Tensor, k: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
     elif method == "wta-crs":
         certain = (tail / left).argmin()
     else:
-        # A probability of 1 less rounding counts as 1, so that no row is drawn twice.
+        # A probability that rounding has put just below 1 counts as 1, so that no row is drawn twice.
         slack = 1 - k * 2.0**-50
         certain = (ordered[:k] * left >= tail * slack).to(torch.int32).cumprod(0).sum().clamp(max=k - 1)
     is_certain = torch.arange(w.numel(), device=w.device) < certain
@@ -210,7 +210,7 @@ def _split(w: Tensor, k: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows_under(points: Tensor, cumulated: Tensor, scores: Tensor) -> Tensor:
-    """The row whose interval of the cumulated scores contains each point; by rounding a point may lie past the end."""
+    """For each point, the row whose interval of the cumulated scores contains it; rounding may put it past the end."""
     last = torch.arange(len(scores), device=scores.device).where(scores > 0, 0).amax()
     return torch.searchsorted(cumulated, points, right=True).clamp(max=last)
 

@@ -140,7 +140,7 @@ class LazyLogits(Tensor):
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
     def as_subclass(self, cls: Any) -> Any:
-        """Of the true logits: PyTorch's method reads this tensor's graph in C++, which may lag behind its value's."""
+        """`value` as `cls`: PyTorch's method would read this tensor's own graph, which may lag behind its value's."""
         return self.compute().as_subclass(cls)
 
     @property

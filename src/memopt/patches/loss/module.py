@@ -101,7 +101,7 @@ def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str]
 
 
 def replaced_forwards(model: nn.Module) -> Iterator[str]:
-    """A sentence for each module around patched heads whose forward another library has replaced."""
+    """A sentence for each module that contains patched heads and has a forward that another library put there."""
     named = dict(model.named_modules())
     heads = [name for name, each in named.items() if is_swapped(each) and isinstance(swap_state(each), LossRewrite)]
     for name, module in named.items():

@@ -36,7 +36,7 @@ class Plain:
     """A cross-entropy over the logits of a plain linear."""
 
     source: Source
-    """Of the logits (rows, V)."""
+    """The source of the logits (rows, V)."""
     arguments: LossArguments
 
     @property
