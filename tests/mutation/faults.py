@@ -488,7 +488,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the gradient of a chunk of logits lives while the next is computed",
-        "        del dy  # before the next is computed",
+        "        del dy  # before the next chunk's is computed",
         "        pass",
         ("tests/benchmarks/test_loss.py",),
     ),
