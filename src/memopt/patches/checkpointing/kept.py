@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from memopt.patches.checkpointing.offload import keeps_layout
 from memopt.torch_compat import TorchDispatchMode, is_operator, operator_schema, view_below_autograd
 
 _ATTENTION, _BACKWARD = re.compile("attn|attention|flash"), re.compile("backward|bwd")
@@ -106,7 +107,8 @@ class _Output:
         parts = [result] if self._is_tensor else [*result]
         tensors = {place: each for place, each in enumerate(parts) if isinstance(each, Tensor)}
         # Seeds and offsets of random numbers take few bytes, so they stay where they are.
-        self._tensors = {at: (store if each.is_floating_point() else _Here)(each) for at, each in tensors.items()}
+        stored = {at for at, each in tensors.items() if each.is_floating_point() and keeps_layout(each)}
+        self._tensors = {at: (store if at in stored else _Here)(each) for at, each in tensors.items()}
         self._others = {place: each for place, each in enumerate(parts) if not isinstance(each, Tensor)}
 
     def again(self) -> Any:

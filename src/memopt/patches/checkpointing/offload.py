@@ -71,7 +71,7 @@ class OfBlock:
             if is_there or not is_input:
                 return Kept(tensor)
             is_there = True
-            return self.wait(tensor)
+            return self.wait(tensor) if keeps_layout(tensor) else Kept(tensor)
 
         return saved_tensors_hooks(pack, _unpack)
 
@@ -92,6 +92,12 @@ class OfBlock:
         self.fetch()
         if self._before is not None and (before := self._before()) is not None:
             before.fetch()
+
+
+def keeps_layout(tensor: Tensor) -> bool:
+    """Whether a copy of `tensor` has its strides. The block's second run saves other tensors for an input without them:
+    a slice, or an expanded tensor."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 class _Waiting:

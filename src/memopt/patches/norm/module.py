@@ -28,6 +28,7 @@ from memopt.patches.swap import (
     swap_forward,
     swap_state,
 )
+from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import NormSite
 
 #: Width for the comparison of the formula with a stock module whose width is unknown.
@@ -183,8 +184,11 @@ def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | No
     terms = _double_affine(
         exact.abs(), None if gamma is None else gamma.abs(), None if beta is None else beta.abs(), spec
     )
-    with torch.autocast(x.device.type, enabled=False):
-        stock = module.forward(x)
+    try:
+        with torch.autocast(x.device.type, enabled=False):
+            stock = with_stand_ins(module).forward(x[None])[0]
+    except Exception as error:  # a forward may raise anything
+        raise ValueError(f"its forward does not run alone: {error}") from error
     ours = affine(normalize(x, spec)[0], gamma, beta, spec, x.dtype, stock.dtype)
     rounding = torch.finfo(stock.dtype).eps * terms + torch.finfo(accumulation_dtype(dtype)).tiny
     stock_error = ((stock.double() - truth).abs() / rounding).max()

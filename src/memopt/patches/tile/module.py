@@ -40,6 +40,8 @@ _WHY = ", since the module runs again in backward, by tiles of tokens. Change we
 _STEP = 256
 #: Copies of a product that live while its tile is differentiated: results, gradients and intermediate values.
 _COPIES = 3
+#: Attributes of a module that hold its parameters, buffers and children.
+_TABLES = ("_parameters", "_buffers", "_modules")
 #: (one tile of tokens) -> the module's result for it
 Run = Callable[[Tensor], Any]
 
@@ -128,8 +130,17 @@ def _runs_by_tiles(rewrite: TileRewrite, module: nn.Module, x: Tensor) -> bool:
 
 
 def _may_run_again(module: nn.Module) -> bool:
-    """Whether no plain attribute of `module` is a tensor with a gradient: a sharding tool's view would get none."""
-    return not any(isinstance(each, Tensor) and each.requires_grad for each in vars(module).values())
+    """Whether no attribute of `module` but its tables holds a tensor with a gradient: a tile would give it none."""
+    return not any(_has_gradient(value) for name, value in vars(module).items() if name not in _TABLES)
+
+
+def _has_gradient(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, nn.Module):  # in a container it is no child
+        return any(each.requires_grad for each in value.parameters())
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+    return depth > 0 and any(_has_gradient(each, depth - 1) for each in inside)
 
 
 def _joined(run: Run, x: Tensor, size: int) -> tuple[Any, list[Tensor]]:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from memopt.environment.generators import seed_cpu
 from memopt.patches.tile.site import TileSite
 from memopt.torch_compat import module_hooks, tree_leaves
-from memopt.walk.probes.isolate import signature
+from memopt.walk.probes.isolate import Traces, signature
 from memopt.walk.sites import Sites, is_inside
 
 #: Number of equal tokens: more than 64, the default capacity of the transformers experts that have a capacity.
@@ -81,7 +81,7 @@ def _takes_one(module: nn.Module) -> bool:
 @torch.no_grad()
 def numbers_by_row(module: nn.Module, width: int) -> int:
     """Elements that the outputs of the products in `module` have for each row of its input; 0 if the module mixes rows,
-    or its products have little more elements than its input and outputs.
+    leaves anything on itself, or its products have little more elements than its input and outputs.
 
     Args:
         module: on any device, meta too; a copy runs, on the CPU.
@@ -91,9 +91,9 @@ def numbers_by_row(module: nn.Module, width: int) -> int:
         seed_cpu(0)
         try:
             alone = _alone(module)
-            x = torch.randn(2, 4, width, dtype=torch.float32)
+            x, traces = torch.randn(2, 4, width, dtype=torch.float32), Traces(alone)
             maps = all(_maps_rows(alone.train(trains), x) for trains in (False, True))
-            counted = _counted(alone, x) if maps else 0
+            counted = _counted(alone, x) if maps and not traces.found else 0
         except Exception:  # a forward may raise anything
             return 0
     return counted

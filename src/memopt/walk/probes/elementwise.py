@@ -14,6 +14,7 @@ from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.aten.precision import Float64Mode
 from memopt.walk.probes.isolate import (
     Isolated,
+    Traces,
     isolate,
     random_linear,
     run_on,
@@ -152,12 +153,12 @@ def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -
 def replays(copy: Isolated, *inputs: Tensor) -> bool:
     """Whether a recompute in backward gives the output of the forward. Leaves `copy` in train mode."""
     y = copy.run(inputs[0], None, *inputs[1:])
-    copy.module.train()
+    traces = Traces(copy.module.train())
     with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), RandomDraws() as random:
         given = [tensor.clone() for tensor in inputs]
         outputs = [copy.module.forward(*given) for _ in range(2)]
     unchanged = all(torch.equal(one, other) for one, other in zip(given, inputs, strict=True))
-    return unchanged and all(torch.equal(output, y) for output in outputs) and not random.found
+    return unchanged and all(torch.equal(output, y) for output in outputs) and not (random.found or traces.found)
 
 
 def _is_affine(x: Tensor, y: Tensor) -> bool:

@@ -6,7 +6,9 @@ The live module is never run, moved or changed. The copy of a module on meta is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +19,10 @@ from memopt.torch_compat import module_hooks, no_forward_hooks
 from memopt.walk.aten.precision import Float64Mode
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+#: Tokens of the longest input that a probe runs, and its elements at most.
+_MOST_TOKENS, _MOST_ELEMENTS = 5000, 1 << 20
+#: Of central differences in fp64: the cube root of its epsilon.
+_STEP = 1e-5
 
 
 class Isolated:
@@ -47,12 +53,112 @@ class Isolated:
             raise TypeError("the output is not one tensor")
         return y
 
+    def is_by_rows(self, x: Tensor) -> bool:
+        """Whether a row of the last dimension gives the same output in a batch of other shape: no branch on lengths."""
+        y, rows = self.run(x).flatten(0, -2), x.flatten(0, -2)
+        many = max(2, min(_MOST_TOKENS, _MOST_ELEMENTS // x.shape[-1]))
+        for shape in ((1, 1), (1, many), (many, 1)):
+            places = torch.arange(math.prod(shape)) % len(rows)
+            if not torch.allclose(self.run(rows[places].view(*shape, -1)).flatten(0, 1), y[places], rtol=1e-9):
+                return False
+        return True
+
+    def is_differentiated(self, x: Tensor) -> bool:
+        """Whether the forward gives the same values in both modes, with their own gradients, and leaves no traces."""
+
+        def call() -> Tensor:
+            with Float64Mode():
+                y: Tensor = self.module.forward(x.clone())
+            return y
+
+        values, leaves = self.run(x), [x, *self.module.parameters()]
+        traces = Traces(self.module)
+        try:
+            modes = (self.module.train(mode) for mode in (True, False))
+            same = all(torch.equal(self.run(x), values) and is_differentiated(call, leaves) for _ in modes)
+            return same and not traces.found
+        finally:
+            self.module.eval().requires_grad_(False)
+
     def tries(self, *inputs: Tensor) -> torch.Size | None:
         """Shape of the output; None if the forward does not run on `inputs`."""
         try:
             return self.run(inputs[0], None, *inputs[1:]).shape
         except Exception:  # a forward may raise anything
             return None
+
+
+class Traces:
+    """What the forward of a module has changed on it and its children: attributes, buffers, items of containers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._before = module, _state(module)
+
+    @property
+    def found(self) -> bool:
+        """Whether anything has changed since this object was made."""
+        now = _state(self._module)
+        return len(now) != len(self._before) or not all(map(_is_same, now, self._before))
+
+
+def _state(module: nn.Module) -> list[Any]:
+    found: list[Any] = []
+    left = [value for each in module.modules() for name, value in vars(each).items() if name != "training"]
+    while left:
+        value = left.pop()
+        found.append(value)
+        if isinstance(value, Tensor):
+            found.append(None if isinstance(value, nn.Parameter) else value._version)
+        elif isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, (list, tuple, set, deque)):
+            left += value
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
+
+
+def is_differentiated(call: Callable[[], Tensor | None], leaves: Sequence[Tensor]) -> bool:
+    """Whether autograd's gradients of `call` are the derivatives of its values.
+
+    They are not if a forward detaches a part, calls a function with another backward, has hooks on its tensors, or
+    computes something else without gradients. Central differences along one direction of each leaf are compared.
+
+    Args:
+        call: gives one tensor in fp64; reads `leaves`, which are fp64 as well and keep ``requires_grad``.
+    """
+    for leaf in leaves:
+        leaf.requires_grad_()
+    with torch.enable_grad():
+        y = call()
+        if y is None or not y.requires_grad:
+            return False
+        weights = torch.arange(1.0, y.numel() + 1, dtype=torch.float64).sin().view(y.shape)
+        try:
+            gradients = torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True, materialize_grads=True)
+        except RuntimeError:  # of a function that allows no gradient of single tensors
+            return False
+    with torch.no_grad():
+        again = call()
+        if again is None or not torch.allclose(again, y, rtol=1e-12, atol=1e-12):
+            return False
+        size = float((y * weights).abs().sum())
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            direction = torch.arange(1.0, leaf.numel() + 1, dtype=torch.float64).cos().view(leaf.shape)
+            before, values = leaf.clone(), []
+            for sign in (1, -1):
+                leaf.copy_(before).add_(direction, alpha=sign * _STEP)
+                moved = call()
+                values.append(math.nan if moved is None else float((moved * weights).sum()))
+            leaf.copy_(before)
+            along = gradient * direction
+            # The first term is for the third derivative, the second for the roundings of the two values.
+            bound = 1e-5 * float(along.abs().sum()) + 1e-9 * size
+            if not abs((values[0] - values[1]) / (2 * _STEP) - float(along.sum())) <= bound:
+                return False
+    return True
 
 
 def isolate(module: nn.Module) -> Isolated | None:
@@ -161,15 +267,13 @@ def run_on(
 ) -> Tensor | None:
     """Result of `call` on a copy of `module` with stand-ins for children; in fp64 throughout unless `native`.
 
-    None where it raises, returns anything but one tensor, or changes an attribute of the module.
+    None where it raises, returns anything but one tensor, or leaves :class:`Traces` on the module.
     """
     alone = with_stand_ins(module, stand_ins, training=training)
-    before = dict(vars(alone))
+    traces = Traces(alone)
     try:
         with torch.random.fork_rng(devices=[]), nullcontext() if native else Float64Mode():
             y = call(alone)
     except Exception:  # a forward may raise anything
         return None
-    after = vars(alone)
-    untouched = after.keys() == before.keys() and all(after[name] is value for name, value in before.items())
-    return y if untouched and isinstance(y, Tensor) else None
+    return y if isinstance(y, Tensor) and not traces.found else None

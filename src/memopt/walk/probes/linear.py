@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.environment.partitioned import shape_of
-from memopt.walk.probes.isolate import with_stand_ins
+from memopt.walk.probes.isolate import is_differentiated, with_stand_ins
 
 _WIDTH = 5
 
@@ -32,9 +32,12 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
     if bias is not None:
         stand_ins["bias"] = draw(size)
     x = torch.randn(2, 3, _WIDTH, generator=generator, dtype=torch.float64)
+    alone = with_stand_ins(module, parameters=stand_ins)
     try:
         with torch.no_grad():
-            y = with_stand_ins(module, parameters=stand_ins).forward(x)
+            y = alone.forward(x)
+        if not is_differentiated(lambda: alone.forward(x.clone()), [x, *stand_ins.values()]):
+            return False
     except Exception:  # a forward may raise anything: bitsandbytes asserts that it finds packed weights
         return False
     matrix = stand_ins["weight"].t() if transposed else stand_ins["weight"]

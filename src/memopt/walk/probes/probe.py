@@ -24,12 +24,15 @@ from memopt.walk.sites import BATCH_STATISTICS, CastOrder, NormKind
 _AGREES = 1e-9
 #: Size of an input so small that only eps is left under the root.
 _TINY = 1e-18
+#: Size of an input beyond which a norm's limits on its values are looked for no more.
+_LARGE = 1e4
 #: Size of an input for which the output shows, in every dtype, which dtype's machine epsilon a norm adds.
 _SMALL = 1e-4
 #: Width tried for a norm that has neither parameters nor an attribute with its width.
 _ANY_WIDTH = 24
 _MAX_PER_HEAD = 1 << 16
 _SCALES_ONLY = "it scales and shifts its input and normalises nothing"
+_MORE = "it has other gradients than its values, depends on lengths or the mode, or keeps something on itself"
 #: Why a module with parameters of its own is no norm.
 NO_AFFINE = "it has its own parameters, which are not a scale and shift of a normalised input"
 
@@ -128,11 +131,13 @@ def _probe(module: nn.Module, slots: tuple[str, ...]) -> NormProbe | str | None:
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
 
-def _probe_plain(copy: Isolated) -> NormProbe | None:
+def _probe_plain(copy: Isolated) -> NormProbe | str | None:
     """A norm without parameters."""
     for width in (*_declared_widths(copy.module), _ANY_WIDTH):
         with contextlib.suppress(*_FAILURES):
             fitted = _fit(copy, None, width)
+            if fitted and not (copy.is_by_rows(_tokens(width)) and copy.is_differentiated(_tokens(width))):
+                return _MORE
             if fitted:
                 accepts_any = width == _ANY_WIDTH and width not in _declared_widths(copy.module)
                 return NormProbe(fitted[0], None if accepts_any else width, fitted[1], None, None, 0, "after")
@@ -160,6 +165,8 @@ def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | N
     fitted = _fit(copy, found, width)
     if fitted is None:
         return _without_formula("other", copy, width, found, x)
+    if not (copy.is_by_rows(x) and copy.is_differentiated(x)):
+        return _MORE
     cast = _cast_order(copy, weight, bias, offset, *fitted)
     gated = _gated(copy, slots, width)
     return NormProbe(
@@ -275,7 +282,7 @@ def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
 
 
 def _fit(copy: Isolated, found: _Affine | None, width: int) -> tuple[NormKind, float | None] | None:
-    """(family, eps) that reproduce the module to 1e-9 at inputs of size 1, sqrt(eps) and `_TINY`."""
+    """(family, eps) that reproduce the module to 1e-9 at inputs of size 1, sqrt(eps), `_TINY` and `_LARGE`."""
     x, normalise = _tokens(width), functools.partial(_without_affine, copy, found)
     if normalise(x).shape != x.shape:
         return None
@@ -285,7 +292,7 @@ def _fit(copy: Isolated, found: _Affine | None, width: int) -> tuple[NormKind, f
             continue
         near = [value for value in copy.floats if math.isclose(value, eps, rel_tol=1e-6)]
         for candidate in (*near, float(f"{eps:.6g}"), eps):
-            sizes = (1.0, math.sqrt(candidate) or _TINY, _TINY)
+            sizes = (1.0, math.sqrt(candidate) or _TINY, _TINY, _LARGE)
             if all(_same(normalise(x * s), _FORMULAS[kind](x * s, candidate)) for s in sizes):
                 return _with_machine_eps(copy, found, width, kind, candidate)
     return None

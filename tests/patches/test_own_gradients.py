@@ -1,0 +1,183 @@
+"""Modules that compute a known formula, but declare another gradient, branch on lengths or keep something."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memopt
+
+pytestmark = pytest.mark.filterwarnings("ignore:memopt")
+SIZE = 8
+
+
+class Halved(torch.autograd.Function):
+    """The identity, whose backward halves the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy / 2
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def root(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def keeping(norm: nn.Module, x: Tensor) -> Tensor:
+    norm.last = x
+    return rms(x, norm.weight)
+
+
+NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a detached root": lambda norm, x: x * root(x).detach() * norm.weight,
+    "a detached weight": lambda norm, x: rms(x, norm.weight.detach()),
+    "a function with another backward": lambda norm, x: rms(Halved.apply(x), norm.weight),
+    "more for long inputs": lambda norm, x: rms(x, norm.weight) * (2 if x.shape[1] > 8 else 1),
+    "more for many rows": lambda norm, x: rms(x, norm.weight) * (2 if x.shape[0] > 8 else 1),
+    "a limit on values": lambda norm, x: rms(x.clamp(-20, 20), norm.weight),
+    "another result without gradients": lambda norm, x: rms(x, norm.weight) * (2 if torch.is_grad_enabled() else 1),
+    "its input kept": keeping,
+}
+
+
+class Norm(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight, self.compute = nn.Parameter(torch.ones(SIZE)), NORMS[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+MLPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a detached gate": lambda mlp, x: mlp.down(F.silu(mlp.gate(x)).detach() * mlp.up(x)),
+    "a function with another backward": lambda mlp, x: mlp.down(Halved.apply(F.silu(mlp.gate(x)) * mlp.up(x))),
+    "more for long inputs": lambda mlp, x: mlp.down(F.silu(mlp.gate(x)) * mlp.up(x)) * (2 if x.shape[1] > 8 else 1),
+    "more for large inputs": lambda mlp, x: mlp.down(F.silu(mlp.gate(x)) * mlp.up(x)) * (2 if x.abs().max() > 1 else 1),
+}
+
+
+class MLP(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(SIZE, 12), nn.Linear(SIZE, 12), nn.Linear(12, SIZE)
+        self.compute = MLPS[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+class Model(nn.Module):
+    """Two blocks of attention's place, a norm and an MLP; `aux` is what a block keeps for a loss of its own."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, SIZE)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(SIZE), make(), nn.Linear(SIZE, SIZE)) for _ in range(3))
+        self.head = nn.Linear(SIZE, 16)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) * 30
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def gradients(model: nn.Module, aux: Callable[[nn.Module], Any] = lambda model: 0) -> list[Tensor]:
+    ids = torch.arange(2 * 11).view(2, 11) % 16
+    (model(ids).square().mean() + aux(model)).backward()
+    found = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+    return [each.detach() for each in found]
+
+
+def pair(make: Callable[[], nn.Module], recipe: Any) -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    stock = Model(make).double()
+    return stock, memopt.patch(copy.deepcopy(stock), recipe, inputs={"input_ids": torch.arange(10).view(2, 5)})
+
+
+def assert_alike(stock: list[Tensor], ours: list[Tensor]) -> None:
+    for one, other in zip(stock, ours, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm(name: str) -> None:
+    stock, ours = pair(lambda: Norm(name), "exact-unfolded")
+    assert_alike(gradients(stock), gradients(ours))
+    kept = [getattr(layer[1], "last", None) for layer in ours.layers]
+    assert [each is not None for each in kept] == [name == "its input kept"] * 3
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_a_gated_mlp(name: str) -> None:
+    stock, ours = pair(lambda: MLP(name), "exact-unfolded")
+    assert_alike(gradients(stock), gradients(ours))
+
+
+class Keeping(MLP):
+    """Keeps the mean of its gate, with its graph, for a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("more for long inputs")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = self.gate(x).mean()
+        return super().forward(x)
+
+
+class Lent(MLP):
+    """Reads a weight of another module, which stands in a list."""
+
+    def __init__(self) -> None:
+        super().__init__("more for long inputs")
+        self.lent: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.lent[0].weight[0] if self.lent else super().forward(x)
+
+
+TILES = memopt.load_recipe("long-context", ["tiles.tokens=3"])
+
+
+def test_a_module_that_keeps_something_runs_whole() -> None:
+    stock, ours = pair(Keeping, TILES)
+    aux: Any = lambda model: sum(layer[1].aux for layer in model.layers)  # noqa: E731
+    assert_alike(gradients(stock, aux), gradients(ours, aux))
+
+
+def test_a_module_that_reads_a_weight_of_others_runs_whole() -> None:
+    stock, ours = pair(Lent, TILES)
+    for model in (stock, ours):
+        for layer in model.layers:
+            layer[1].lent.append(model.embed)
+    assert_alike(gradients(stock), gradients(ours))
+
+
+@pytest.mark.parametrize("take", [lambda x: x.expand(4, -1, -1), lambda x: x.repeat(1, 2, 1)[:, ::2]])
+def test_a_block_whose_input_has_strides_of_its_own_goes_to_the_cpu_or_stays(take: Callable[[Tensor], Tensor]) -> None:
+    class Queries(Model):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = take(self.embed(input_ids[:1]))
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    stock = Queries(lambda: nn.Linear(SIZE, SIZE)).double()
+    ours = memopt.patch(copy.deepcopy(stock), "long-context", inputs={"input_ids": torch.arange(10).view(2, 5)})
+    assert_alike(gradients(stock), gradients(ours))
