@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from memopt.environment.forks import each
-from memopt.errors import UsageError
+from memopt.errors import ModelError, UsageError
 from memopt.plan.recipe import Recipe, load_recipe
+from memopt.prediction.avoidable import MATTERS, attention_remedy, is_mask
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
 from memopt.prediction.largest import MOST_ROWS, Scaled, Sketch, largest
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.estimate import has_table_of_positions, max_positions
-from memopt.trace.events import Storage, Trace
+from memopt.trace.events import Trace
 from memopt.trace.subject import subject_of
 from memopt.trace.tracer import Tracer, trace_ahead
 from memopt.trace.training import Checkpointing, Request, Step, Train, Training
-from memopt.walk.models.config import model_class
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
 _STRETCH = 128
@@ -105,6 +105,8 @@ class _Answer:
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
     """Whether blocks may be left out of traces of the patched model (`Tracer.extends`), and so of the other ways."""
+    left_out: list[str] = field(default_factory=list, init=False)
+    """Notes on ways that cannot be traced."""
 
     def headline(self, source: str, traces: Sequence[Trace | None]) -> Headline:
         step, training, card = self.step, self.step.training, self.card
@@ -125,6 +127,7 @@ class _Answer:
         self.stock_cost = _cost(stock.at())
         others = list(self._others()) if self.card else []
         ways = self._ways((stock, patched, *others))
+        others = [each for each in others if each.name in ways]
         remedies = () if self.card is None else self._remedies(stock, patched, others, ways)
         after = patched.at()
         return Headline(
@@ -138,7 +141,7 @@ class _Answer:
             memory=None if card is None else card.memory,
             others=tuple(ways[each.name] for each in others),
             remedies=tuple(dict.fromkeys(remedies)),
-            notes=tuple(dict.fromkeys((*step.notes, *after.assumptions, *self._remarks(after)))),
+            notes=tuple(dict.fromkeys((*step.notes, *after.assumptions, *self.left_out, *self._remarks(after)))),
             approximate=bool(step.rules.effects),
         )
 
@@ -169,17 +172,27 @@ class _Answer:
             yield self.candidate("memopt, int8", load_recipe("int8"), self.step.training.checkpointing)
 
     def _ways(self, candidates: Sequence[_Candidate]) -> dict[str, Way]:
-        def work(candidate: _Candidate) -> tuple[Way, Trace | None]:
+        def work(candidate: _Candidate) -> tuple[Way | ModelError, Trace | None]:
             is_known = candidate.training in candidate.tracer.traces
-            return self.way(candidate), None if is_known else candidate.at().trace
+            try:
+                return self.way(candidate), None if is_known else candidate.at().trace
+            except ModelError as error:
+                if candidate.name in ("stock", "memopt"):
+                    raise
+                return error, None
 
         steps = [partial(work, candidate) for candidate in candidates]
         # Without a card there are no searches, so no forks.
         found = each(steps, self._begin) if self.card else [do() for do in steps]
-        for candidate, (_, traced) in zip(candidates, found, strict=True):
+        ways = {}
+        for candidate, (way, traced) in zip(candidates, found, strict=True):
             if traced is not None:
                 candidate.tracer.traces[candidate.training] = traced
-        return {candidate.name: way for candidate, (way, _) in zip(candidates, found, strict=True)}
+            if isinstance(way, Way):
+                ways[candidate.name] = way
+            else:
+                self.left_out.append(f"Not in the table: {candidate.name}. {way.message}")
+        return ways
 
     def _begin(self, number: int) -> None:
         self.steps.now = 2 + number
@@ -236,7 +249,13 @@ class _Answer:
             others = (each for size, each in known.items() if size != number)
             return Scaled(known[number], others, by_length=by_length)
 
-        found = largest(need, self.card.memory, start=start, most=most, sketched=sketched)
+        try:
+            found = largest(need, self.card.memory, start=start, most=most, sketched=sketched)
+        except ModelError:  # the model refuses this size
+            if not known:
+                raise
+            fits = (number for number, each in known.items() if each.needs <= self.card.memory)
+            found = Largest(max(fits, default=0), is_all=True)
         near = min(known, key=lambda number: abs(number - found.value))
         for size in candidate.tracer.traces.keys() - {candidate.training}:  # a long step has millions of events
             del candidate.tracer.traces[size]
@@ -253,10 +272,10 @@ class _Answer:
             yield f"without memopt it fits: {gib(ways[stock.name].total)}"
         if now.fits(self.card.memory):
             return
-        yield from _attention_remedy(patched.at(), self.step)
-        masks = sum(each.nbytes for each in patched.at().peak.alive if _is_mask(each))
+        yield from attention_remedy(patched.at(), self.step)
+        masks = sum(each.nbytes for each in patched.at().peak.alive if is_mask(each))
         rules = self.step.rules
-        if masks > _MATTERS * now.peak:
+        if masks > MATTERS * now.peak:
             seeded = self.candidate("", load_recipe(rules, ("dropouts.method=seed",)), self.step.training.checkpointing)
             if (found := seeded.at()).peak.nbytes < now.peak:
                 yield (
@@ -348,33 +367,6 @@ _LONG_CONTEXT: dict[str, tuple[tuple[str, ...], str]] = {
         ("checkpointing.keep=none",),
         'memopt.patch(model, memopt.load_recipe("long-context", ["checkpointing.keep=none"]))',
     ),
-}
-#: Share of the peak above which a kind of tensors gets a remedy of its own.
-_MATTERS = 0.02
-
-
-def _is_mask(storage: Storage) -> bool:
-    return storage.operation in ("native_dropout", "bernoulli_", "bernoulli") and storage.dtype in ("bool", "uint8")
-
-
-def _attention_remedy(found: Prediction, step: Step) -> Iterator[str]:
-    """Advice on another attention implementation, if tensors of tokens x tokens exceed a share of the peak."""
-    seq = step.training.seq
-    square = sum(each.nbytes for each in found.peak.alive if seq and each.shape[-2:] == (seq, seq))
-    if square <= _MATTERS * found.peak.nbytes:
-        return
-    supported = model_class(step.config)
-    ways = [name for name, flag in _ATTENTIONS.items() if getattr(supported, flag, False)]
-    which = " or ".join(f"'{name}'" for name in ways)
-    advice = f"attn_implementation={which} makes none" if ways else "this model has no attention without them"
-    yield f"{gib(square)} at the peak are tensors of tokens x tokens of eager attention: {advice}"
-
-
-#: Attention implementations without a tensor of tokens x tokens -> the class attribute of models that support it.
-_ATTENTIONS = {
-    "sdpa": "_supports_sdpa",
-    "flash_attention_2": "_supports_flash_attn",
-    "flex_attention": "_supports_flex_attn",
 }
 
 

@@ -7,6 +7,7 @@ would choose another kernel than the CPU, `memopt.trace.emulate` makes that choi
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import re
 import warnings
@@ -142,6 +143,16 @@ def _sizes(arguments: Mapping[str, Any]) -> list[str]:
     return [f"Inputs: {', '.join(sizes)}; others with --inputs batch.pt."] if sizes else []
 
 
+def _without_layerdrop(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of `config` with which every block runs in every step: the largest step is one that drops none."""
+    config = copy.deepcopy(config)
+    for each in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
+        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if getattr(each, name, None):
+                setattr(each, name, 0.0)
+    return config
+
+
 def build_trained(
     of: Step,
     shrink: Callable[[PreTrainedModel], None] = lambda model: None,
@@ -157,7 +168,7 @@ def build_trained(
     Raises:
         ModelError: the model cannot be built, or peft is missing for LoRA.
     """
-    config, training = of.config, of.training
+    config, training = _without_layerdrop(of.config), of.training
     weights, autocast = DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
     _widen_as_loaded(model, weights)

@@ -31,7 +31,7 @@ class Operation:
     flops: int
     """FLOPs of a product or of attention; 0 for other operations."""
     itemsize: int
-    """Bytes per element of its first operand."""
+    """Bytes per element of its first operand; of a product, of its first factor."""
     nbytes: int
     """Bytes read and written."""
     copied: int = 0
@@ -57,7 +57,9 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Op
     read = 0 if name in _ALLOCATIONS else read
     devices = {_device(tensor) for tensor in (*inputs, *outputs) if tensor.dim()}
     copied = _nbytes(outputs[0]) if len(devices) > 1 else 0
-    return Operation(moment, _flops(func, name, args, kwargs, result), inputs[0].itemsize, read + written, copied)
+    # The first operand of these is added to the product, in fp32 where a gradient is summed up.
+    factor = inputs[1 if name in ("addmm", "baddbmm", "addbmm", "addmv") and len(inputs) > 1 else 0]
+    return Operation(moment, _flops(func, name, args, kwargs, result), factor.itemsize, read + written, copied)
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:

@@ -147,10 +147,14 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
         other = fastest_that_fits(narrow.model, limit, narrow.total)
         if other is not None and (found is None or narrow.model.time(other) < whole.model.time(found)):
             found, route = other, narrow
-    for split in (split for base in routes for split in _splits(base, limit)) if found is None else ():
-        found, route = fastest_that_fits(split.model, limit, split.total), split
-        if found is not None:
-            break
+    best_extra = None if found is None else route.plan(found, name).extra
+    if best_extra is None or best_extra > _SLOW:
+        for split in (split for base in routes for split in _splits(base, limit)):
+            other = fastest_that_fits(split.model, limit, split.total)
+            if other is not None:
+                if best_extra is None or split.plan(other, name).extra < best_extra:
+                    found, route = other, split
+                break
     if found is not None:
         plans = [route.plan(found, name), *_next(route, found, limit, name)]
     plans += [each for each in _approximate(task, approximate, whole) if each.total <= limit]
