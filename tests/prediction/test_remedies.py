@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transformers import BartConfig, GPT2Config, ResNetConfig
 
 from memopt.errors import UsageError
 from memopt.plan.recipe import load_recipe
@@ -110,3 +111,45 @@ def test_what_has_no_length_or_no_card_has_no_longest_sequence() -> None:
         headline(Request("a model"), gpu="24GiB", step=about, longest=True)
     with pytest.raises(UsageError, match="that of a card, without inputs of a size"):
         headline(Request("a model"), step=about, longest=True)
+
+
+def test_a_way_that_the_model_refuses_is_left_out_with_the_reason() -> None:
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4,
+        architectures=["ResNetForImageClassification"],
+    )  # fmt: skip
+    about = Step(config, Training(1, None), sites_of(config), load_recipe("exact-unfolded"))
+    found = headline(Request("a model"), gpu="1GiB", step=about)
+    assert "checkpointing" not in str([way.name for way in found.others])
+    (why, _) = (each for each in found.notes if each.startswith("Not in the table: ") and "support" in each)
+    assert "stock + checkpointing. ResNetForImageClassification does not support" in why
+
+
+def test_the_search_ends_at_the_last_batch_that_the_model_takes() -> None:
+    config = GPT2Config(
+        vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, architectures=["GPT2ForSequenceClassification"]
+    )
+    about = Step(config, Training(1, 16), sites_of(config), load_recipe("exact-unfolded"))
+    assert str(headline(Request("a model"), gpu="1GiB", step=about).patched.batch) == "1 or more"
+
+
+def test_tensors_of_tokens_and_a_width_of_the_same_size_are_not_taken_for_attention() -> None:
+    config = named_config("llama", hidden_size=256, vocab_size=64, max_position_embeddings=256)
+    about = Step(config, Training(1, 256), sites_of(config), load_recipe("exact-unfolded"))
+    need = predict(about).needs
+    found = headline(Request("a model"), gpu=f"{need // MIB}MiB", step=about)
+    assert not found.patched.fits(need // MIB * MIB)
+    assert "tokens x tokens" not in str(found.remedies)
+
+
+def test_no_block_of_a_step_is_dropped() -> None:
+    steps = []
+    for layerdrop in (0.0, 0.9):
+        config = BartConfig(
+            vocab_size=64, d_model=16, encoder_layers=3, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
+            encoder_layerdrop=layerdrop, architectures=["BartForConditionalGeneration"],
+        )  # fmt: skip
+        steps.append(Step(config, Training(2, 16), sites_of(config), load_recipe("exact-unfolded")))
+    assert predict(steps[1]).peak.nbytes == predict(steps[0]).peak.nbytes
+    assert steps[1].config.encoder_layerdrop == 0.9

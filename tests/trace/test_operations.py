@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memopt.trace.operations import Operation
+from memopt.trace.operations import Operation, operation
 from memopt.trace.timeline import record
 
 
@@ -37,3 +37,11 @@ def test_an_embedding_reads_the_rows_that_it_needs() -> None:
     model = nn.Embedding(10_000, 4)
     found = operations(model, torch.zeros(3, dtype=torch.long))
     assert found[0].nbytes == 2 * 3 * 4 * 4
+
+
+def test_a_product_that_is_summed_up_in_fp32_is_one_of_its_factors() -> None:
+    left, right = (torch.ones(8, 8, dtype=torch.bfloat16) for _ in range(2))
+    for total in (torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.bfloat16)):
+        found = operation(torch.ops.aten.addmm.default, (total, left, right), {}, torch.empty_like(total), 0)
+        assert found is not None
+        assert found.itemsize == 2
