@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import memopt
 
@@ -181,3 +182,16 @@ def test_a_block_whose_input_has_strides_of_its_own_goes_to_the_cpu_or_stays(tak
     stock = Queries(lambda: nn.Linear(SIZE, SIZE)).double()
     ours = memopt.patch(copy.deepcopy(stock), "long-context", inputs={"input_ids": torch.arange(10).view(2, 5)})
     assert_alike(gradients(stock), gradients(ours))
+
+
+def test_hooks_of_the_user_see_no_call_of_a_proof() -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model, seen = LlamaForCausalLM(config), []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, given, output: seen.append(type(module).__name__))
+        module.register_forward_pre_hook(lambda module, given: seen.append(type(module).__name__))
+    memopt.patch(model)
+    assert seen == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -10,9 +11,11 @@ import transformers
 import benchmarks.prediction
 import memopt.prediction.peak
 from benchmarks.prediction import LIMIT, PAIRS, Pair, measure
+from memopt.errors import ModelError
 from memopt.integrations.release import release_gradients
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.measure import RealStep
+from memopt.prediction import measure as measure_module
+from memopt.prediction.measure import RealStep, compare
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.events import Event, Trace
@@ -127,3 +130,11 @@ def test_options_that_would_have_no_effect_are_refused(
 def test_a_check_of_no_pair_passes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmarks.prediction.main(["--check", "--only", "lamb, full"]) == 2
     assert "'lamb, full'" in capsys.readouterr().err
+
+
+def test_a_step_that_the_memory_has_no_room_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = named_config("llama")
+    about = Step(config, Training(1, 8), sites_of(config), load_recipe("exact-unfolded"))
+    monkeypatch.setattr(measure_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 10))
+    with pytest.raises(ModelError, match=r"takes \d+\.\d GiB, and 0\.0 GiB of memory are available"):
+        compare(about)

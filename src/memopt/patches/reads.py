@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.torch_compat import no_forward_hooks
+
 _TABLES = ("_parameters", "_buffers", "_modules")
 #: Ignored attributes: those of every nn.Module, memopt's, and marks that transformers and accelerate set on modules.
 _INTERNAL = frozenset(vars(nn.Module())) | {"_memopt", "_memopt_reads", "_is_hf_initialized", "_old_forward"}
@@ -192,7 +194,7 @@ def _watched(value: Any, seen: list[tuple[Any, Any]]) -> Any:
     object.__setattr__(watched, "__class__", _watching(cls))
     if isinstance(value, nn.Module):
         own = vars(watched)
-        own |= {table: dict(own[table]) for table in _TABLES}
+        own |= {table: dict(own[table]) for table in _TABLES} | no_forward_hooks()
         own["_modules"] = {name: child and _watched(child, seen) for name, child in own["_modules"].items()}
     seen.append((watched, value))
     _watches[id(watched)] = seen, {}

@@ -183,13 +183,13 @@ def replaced_by(module: nn.Module) -> str | None:
     hooks do. A wrapper with named arguments counts as a replacement: TRL's computes the loss itself if it is asked to,
     and calls the stock forward otherwise.
     """
-    own, owner, names_arguments = _layers(type(module).forward), None, False
+    own, owner, outermost = _layers(type(module).forward), None, None
     for layer in _layers(vars(module).get("forward")):
         if layer in own:
-            return owner if names_arguments else None
-        owner = owner or getattr(layer, "__globals__", {}).get("__name__", type(layer).__module__)
-        names_arguments = names_arguments or _names_arguments(layer)
-    return owner
+            return owner
+        name = getattr(layer, "__globals__", {}).get("__name__", type(layer).__module__)
+        outermost, owner = outermost or name, owner or (name if _names_arguments(layer) else None)
+    return owner or outermost
 
 
 def _layers(forward: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -67,6 +68,12 @@ def compare(of: Step, setup: Setup | None = None) -> Comparison:
     if of.training.train == "qlora":
         _check_bitsandbytes()
     found = predict(of, setup)
+    free = psutil.virtual_memory().available
+    if not torch.cuda.is_available() and found.peak.nbytes > free:
+        raise ModelError(
+            f"The step takes {found.peak.nbytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are available.",
+            "Use a smaller --batch or --seq, or leave --measure out.",
+        )
     return Comparison(found.moment, found.peak.nbytes, found.reserved, measure(of, setup))
 
 

@@ -334,4 +334,6 @@ def note(func: Any, head: nn.Module) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memopt"):
         frame = frame.f_back
     if frame is not None:
-        say_whole(head, f"'{name}' reads them at {frame.f_code.co_filename}:{frame.f_lineno}")
+        adapted = frame.f_globals.get("__name__", "").startswith("peft.")
+        hint = " (adapters were added to the head after the patch: patch again)" if adapted else ""
+        say_whole(head, f"'{name}' reads them at {frame.f_code.co_filename}:{frame.f_lineno}{hint}")

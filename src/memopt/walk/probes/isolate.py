@@ -180,7 +180,7 @@ def isolate(module: nn.Module) -> Isolated | None:
         alone = alone.to(torch.float64).eval()
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return None
-    for hooks in module_hooks(alone):
+    for hooks in (table for each in alone.modules() for table in module_hooks(each)):
         hooks.clear()
     return Isolated(alone)
 
@@ -269,7 +269,9 @@ def run_on(
 
     None where it raises, returns anything but one tensor, or leaves :class:`Traces` on the module.
     """
-    alone = with_stand_ins(module, stand_ins, training=training)
+    # Hooks of the other children are the user's, who follows calls of the live model by them.
+    others = {name: with_stand_ins(child, training=training) for name, child in module._modules.items() if child}
+    alone = with_stand_ins(module, others | dict(stand_ins), training=training)
     traces = Traces(alone)
     try:
         with torch.random.fork_rng(devices=[]), nullcontext() if native else Float64Mode():
