@@ -20,7 +20,7 @@ from memopt.walk.aten.precision import Float64Mode
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 #: Tokens of the longest input that a probe runs, and its elements at most.
-_MOST_TOKENS, _MOST_ELEMENTS = 5000, 1 << 20
+_MOST_TOKENS, _MOST_ELEMENTS = 5000, 1 << 17
 #: Of central differences in fp64: the cube root of its epsilon.
 _STEP = 1e-5
 
