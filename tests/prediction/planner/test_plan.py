@@ -113,6 +113,16 @@ def test_what_fits_in_no_level_is_split_into_micro_batches(llama: Task) -> None:
     assert choice.plan.total < smallest
 
 
+def test_a_slow_plan_is_replaced_by_faster_micro_batches_unless_the_batch_is_kept(llama: Task) -> None:
+    smallest = min(totals_of(llama).values())
+    split, whole = choose(llama, smallest).plan, choose(replace(llama, keeps_batch=True), smallest).plan
+    assert (whole.batch, whole.accumulation) == (4, 1)
+    assert whole.extra > 0.05
+    assert split.accumulation > 1
+    assert split.seconds < whole.seconds
+    assert max(split.total, whole.total) <= smallest
+
+
 def test_a_budget_that_nothing_fits_says_how_far_it_is(llama: Task) -> None:
     with pytest.raises(
         NegativeVerdict, match=r"fits in 0\.0 MiB: the smallest takes \d\.\d MiB in micro-batches of 1, .* more"

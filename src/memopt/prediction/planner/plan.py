@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,8 @@ class Task:
     trace: TraceOf
     splits: bool = True
     """Whether the batch can be split; False if the user gave it."""
+    keeps_batch: bool = False
+    """Whether the batch is split only if nothing else fits, since somebody else runs the step."""
     margin: float = 0.0
     """Share of the reserved bytes that has to stay free for a plan to fit."""
     _traces: dict[tuple[str, int], Trace] = field(default_factory=dict, repr=False)
@@ -127,8 +130,8 @@ class _Route:
 def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Choice:
     """The fastest plan whose step, with its margin, takes at most `budget` bytes of the device, and further plans.
 
-    Levels of the blocks and of the loss are tried first. If none of their combinations fits, the batch is split into
-    micro-batches whose gradients are summed.
+    Levels of the blocks and of the loss are tried first. If none of their combinations fits, or the fastest is slow,
+    the batch is split into micro-batches whose gradients are summed.
 
     Args:
         approximate: approximate recipes that may be chosen as well; in them every block is as the recipe says.
@@ -147,14 +150,12 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
         other = fastest_that_fits(narrow.model, limit, narrow.total)
         if other is not None and (found is None or narrow.model.time(other) < whole.model.time(found)):
             found, route = other, narrow
-    best_extra = None if found is None else route.plan(found, name).extra
-    if best_extra is None or best_extra > _SLOW:
-        for split in (split for base in routes for split in _splits(base, limit)):
-            other = fastest_that_fits(split.model, limit, split.total)
-            if other is not None:
-                if best_extra is None or split.plan(other, name).extra < best_extra:
-                    found, route = other, split
-                break
+    extra = math.inf if found is None else route.plan(found, name).extra
+    tried = found is None or (extra > _SLOW and not task.keeps_batch)
+    for split in (split for base in routes for split in _splits(base, limit)) if tried else ():
+        if (other := fastest_that_fits(split.model, limit, split.total)) is not None:
+            found, route = (other, split) if split.plan(other, name).extra < extra else (found, route)
+            break
     if found is not None:
         plans = [route.plan(found, name), *_next(route, found, limit, name)]
     plans += [each for each in _approximate(task, approximate, whole) if each.total <= limit]

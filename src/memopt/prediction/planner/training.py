@@ -73,7 +73,7 @@ def plan_step(name: str, of: Step, budget: str | int, *, held: int) -> Choice:
     task = _task(name, of, Setup(memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
     context = own.setup.context + held - sum(each.nbytes for each in own.trace.parameters)
-    return choose(replace(task, setup=replace(task.setup, context=context)), _size(budget))
+    return choose(replace(task, setup=replace(task.setup, context=context), keeps_batch=True), _size(budget))
 
 
 def _task(name: str, of: Step, setup: Setup, card: Card) -> Task:

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.probes.elementwise import probe_activation
-from memopt.walk.probes.isolate import Marker, is_differentiated, random_linear, run_on
+from memopt.walk.probes.isolate import MOST_TOKENS, Marker, is_differentiated, random_linear, run_on
 from memopt.walk.sites import GatedForm, GatedMLPSite
 
 _HIDDEN, _INTERMEDIATE = 6, 10
 #: Pre-activations reach about this size, so that limits and clamps take effect.
 _RANGE = 30.0
 _SMALL = 1e-3
-_MOST_TOKENS = 5000
 _FP64_TOLERANCE = 1e-10
 #: Some tens of roundings of the largest of `_INTERMEDIATE` terms: an activation of several steps rounds after each.
 _FP16_TOLERANCE = 64 * torch.finfo(torch.float16).eps
@@ -90,7 +89,7 @@ def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], fo
         if not agrees(x, _FP64_TOLERANCE, training=training) or not is_differentiated(call, leaves):
             return False
     x = x.detach()
-    tokens = x.flatten(0, 1)[torch.arange(_MOST_TOKENS) % 10]
+    tokens = x.flatten(0, 1)[torch.arange(MOST_TOKENS) % 10]
     others = (x * _SMALL, x[:1, :1], tokens[None], tokens[:, None])
     if not all(agrees(each, _FP64_TOLERANCE, training=True) for each in others):  # no branch on lengths or values
         return False

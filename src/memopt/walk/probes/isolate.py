@@ -20,7 +20,7 @@ from memopt.walk.aten.precision import Float64Mode
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 #: Tokens of the longest input that a probe runs, and its elements at most.
-_MOST_TOKENS, _MOST_ELEMENTS = 5000, 1 << 17
+MOST_TOKENS, _MOST_ELEMENTS = 5000, 1 << 17
 #: Of central differences in fp64: the cube root of its epsilon.
 _STEP = 1e-5
 
@@ -56,7 +56,7 @@ class Isolated:
     def is_by_rows(self, x: Tensor) -> bool:
         """Whether a row of the last dimension gives the same output in a batch of other shape: no branch on lengths."""
         y, rows = self.run(x).flatten(0, -2), x.flatten(0, -2)
-        many = max(2, min(_MOST_TOKENS, _MOST_ELEMENTS // x.shape[-1]))
+        many = max(2, min(MOST_TOKENS, _MOST_ELEMENTS // x.shape[-1]))
         for shape in ((1, 1), (1, many), (many, 1)):
             places = torch.arange(math.prod(shape)) % len(rows)
             if not torch.allclose(self.run(rows[places].view(*shape, -1)).flatten(0, 1), y[places], rtol=1e-9):
