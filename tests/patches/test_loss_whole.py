@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import memopt
@@ -55,3 +56,10 @@ def test_a_loss_that_is_whole_says_so_once_and_in_the_summary(change: Callable[[
         model(**inputs).loss.backward()
     assert sum("computed whole" in str(each.message) for each in found) == 1
     assert "logits of lm_head were computed whole, since" in str(memopt.summary(model))
+
+
+def test_a_head_that_gets_adapters_after_the_patch_is_told_to_be_patched_again() -> None:
+    model = memopt.patch(tiny_model("llama").train())
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"]))
+    with pytest.warns(UserWarning, match=r"adapters were added to the head after the patch: patch again"):
+        adapted(**tiny_inputs("llama", 2, 16)).loss.backward()

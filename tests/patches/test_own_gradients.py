@@ -44,11 +44,13 @@ def keeping(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "none": lambda norm, x: rms(x, norm.weight),
     "a detached root": lambda norm, x: x * root(x).detach() * norm.weight,
     "a detached weight": lambda norm, x: rms(x, norm.weight.detach()),
     "a function with another backward": lambda norm, x: rms(Halved.apply(x), norm.weight),
     "more for long inputs": lambda norm, x: rms(x, norm.weight) * (2 if x.shape[1] > 8 else 1),
     "more for many rows": lambda norm, x: rms(x, norm.weight) * (2 if x.shape[0] > 8 else 1),
+    "three dimensions": lambda norm, x: rms(x.transpose(1, 2).transpose(1, 2), norm.weight),
     "a limit on values": lambda norm, x: rms(x.clamp(-20, 20), norm.weight),
     "another result without gradients": lambda norm, x: rms(x, norm.weight) * (2 if torch.is_grad_enabled() else 1),
     "its input kept": keeping,
@@ -65,6 +67,7 @@ class Norm(nn.Module):
 
 
 MLPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "nothing else": lambda mlp, x: mlp.down(F.silu(mlp.gate(x)) * mlp.up(x)),
     "a detached gate": lambda mlp, x: mlp.down(F.silu(mlp.gate(x)).detach() * mlp.up(x)),
     "a function with another backward": lambda mlp, x: mlp.down(Halved.apply(F.silu(mlp.gate(x)) * mlp.up(x))),
     "more for long inputs": lambda mlp, x: mlp.down(F.silu(mlp.gate(x)) * mlp.up(x)) * (2 if x.shape[1] > 8 else 1),
@@ -134,22 +137,37 @@ class Keeping(MLP):
     """Keeps the mean of its gate, with its graph, for a loss of its own."""
 
     def __init__(self) -> None:
-        super().__init__("more for long inputs")
+        super().__init__("nothing else")
 
     def forward(self, x: Tensor) -> Tensor:
         self.aux = self.gate(x).mean()
         return super().forward(x)
 
 
-class Lent(MLP):
+class Lent(nn.Module):
     """Reads a weight of another module, which stands in a list."""
 
     def __init__(self) -> None:
-        super().__init__("more for long inputs")
+        super().__init__()
+        self.up, self.down = nn.Linear(SIZE, 24), nn.Linear(24, SIZE)
         self.lent: list[nn.Module] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.lent[0].weight[0] if self.lent else super().forward(x)
+        h = F.gelu(self.up(x))
+        return self.down(h * self.lent[0].weight[0].repeat(3) if self.lent else h)
+
+
+class Counting(nn.Module):
+    """An activation of several operations that sums up what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x.detach().sum()
+        return x * torch.sigmoid(1.3 * x) * 0.7
 
 
 TILES = memopt.load_recipe("long-context", ["tiles.tokens=3"])
@@ -157,7 +175,10 @@ TILES = memopt.load_recipe("long-context", ["tiles.tokens=3"])
 
 def test_a_module_that_keeps_something_runs_whole() -> None:
     stock, ours = pair(Keeping, TILES)
-    aux: Any = lambda model: sum(layer[1].aux for layer in model.layers)  # noqa: E731
+
+    def aux(model: Any) -> Any:
+        return sum(layer[1].aux for layer in model.layers)
+
     assert_alike(gradients(stock, aux), gradients(ours, aux))
 
 
@@ -169,18 +190,44 @@ def test_a_module_that_reads_a_weight_of_others_runs_whole() -> None:
     assert_alike(gradients(stock), gradients(ours))
 
 
+class Block(nn.Module):
+    """A linear reads the block's input itself, as in the decoders of DETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.mlp = nn.Linear(SIZE, SIZE), MLP("nothing else")
+        self.norm, self.last = Norm("none"), Norm("none")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + self.mix(x))
+        return self.last(x + self.mlp(x))
+
+
+@pytest.mark.parametrize("recipe", ["exact-unfolded", TILES])
+def test_an_activation_that_counts_does_so_once_a_step(recipe: Any) -> None:
+    stock, ours = pair(lambda: nn.Sequential(nn.Linear(SIZE, 24), Counting(), nn.Linear(24, SIZE)), recipe)
+    assert_alike(gradients(stock), gradients(ours))
+    counts = [[layer[1][1].seen for layer in model.layers] for model in (stock, ours)]
+    torch.testing.assert_close(counts[1], counts[0])
+
+
 @pytest.mark.parametrize("take", [lambda x: x.expand(4, -1, -1), lambda x: x.repeat(1, 2, 1)[:, ::2]])
-def test_a_block_whose_input_has_strides_of_its_own_goes_to_the_cpu_or_stays(take: Callable[[Tensor], Tensor]) -> None:
-    class Queries(Model):
+def test_an_input_of_a_block_with_strides_of_its_own_is_not_offloaded(take: Callable[[Tensor], Tensor]) -> None:
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layers = nn.Embedding(16, SIZE), nn.ModuleList(Block() for _ in range(3))
+
         def forward(self, input_ids: Tensor) -> Tensor:
             x = take(self.embed(input_ids[:1]))
             for layer in self.layers:
                 x = layer(x)
-            return self.head(x)
+            return x.pow(3)
 
     torch.manual_seed(0)
-    stock = Queries(lambda: nn.Linear(SIZE, SIZE)).double()
-    ours = memopt.patch(copy.deepcopy(stock), "long-context", inputs={"input_ids": torch.arange(10).view(2, 5)})
+    stock = Queries().double()
+    recipe = memopt.load_recipe("exact-unfolded", ["checkpointing.method=full", "checkpointing.offload=input"])
+    ours = memopt.patch(copy.deepcopy(stock), recipe, inputs={"input_ids": torch.arange(10).view(2, 5)})
     assert_alike(gradients(stock), gradients(ours))
 
 
