@@ -257,3 +257,25 @@ def test_an_error_names_the_tensor_that_was_changed() -> None:
     bias.add_(1)
     with pytest.raises(RuntimeError, match=r"a tensor that they were combined with \('add by a tensor of 200'\)"):
         F.cross_entropy(flat(logits), labels())
+
+
+class Biased(nn.Linear):
+    """A head that the walk knows as no linear, with a parameter that its logits do not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, CLASSES)
+        self.unread, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + self.shift
+
+
+def test_a_parameter_that_no_logit_depends_on_gets_no_gradient() -> None:
+    def run(model: Model) -> set[str]:
+        F.cross_entropy(flat(model()), labels()).backward()
+        return {name for name, parameter in model.head.named_parameters() if parameter.grad is not None}
+
+    stock, ours = Model(), Model()
+    stock.head, ours.head = Biased().double(), Biased().double()
+    patch_head(ours.head, WIDTH, CLASSES)
+    assert run(ours) == run(stock) == {"weight", "bias", "shift"}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 from transformers import DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import memopt
 from memopt.patches.checkpointing.module import patch_block
@@ -253,6 +254,19 @@ def test_a_cache_given_by_position_is_written_by_no_second_run(
     ours = memopt.patch(copy.deepcopy(stock), levels(recipe))
     for _ in range(2):
         assert_same(*(gradients(model, model(**inputs).loss) for model in (ours, stock)), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_cache_has_the_states_of_some_blocks(name: str) -> None:
+    model, inputs = memopt.patch(tiny_model(name), levels("levels")), tiny_inputs(name)
+    switches = {m.gradient_checkpointing for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    assert switches == {False, True}
+    cache = DynamicCache(config=model.config)
+    model(**inputs, past_key_values=cache)
+    assert not any(layer.is_initialized for layer in cache.layers)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    assert all(layer.is_initialized for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

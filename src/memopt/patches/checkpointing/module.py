@@ -150,7 +150,11 @@ def _note(name: str, module: nn.Module, value: object) -> None:
 )
 @wraps_any_forward
 def _switched(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return run_scoped(stock, rewrite.scope, module, *args, **kwargs)
+    run: Callable[..., Any] = functools.partial(run_scoped, stock, rewrite.scope, module, **kwargs)
+    if not rewrite.is_checkpointed and module.training and torch.is_grad_enabled():
+        # Checkpointed blocks leave no states in a cache: one with the states of some blocks would be wrong to read.
+        run, args = without_caches(module, run, args) or (run, args)
+    return run(*args)
 
 
 @wraps_any_forward

@@ -143,7 +143,7 @@ class _RowsFunction(DirectFunction):
             found = batched_gradients(results, (leaf, *source.tensors), gradients)
             return None, found[0], *(None for _ in arguments), *found[1:]
         dx = torch.empty_like(x) if wanted else None
-        sums = [torch.zeros_like(tensor, dtype=accumulation_dtype(tensor.dtype)) for tensor in tensors]
+        sums: list[Tensor | None] = [None] * len(tensors)  # None stays where no chunk reads the tensor, as in stock
         for part, rows, given in plan.chunks(x, arguments):
             # Foreign saved-tensor hooks (checkpointing, offloading) must not get the saved tensors of a chunk.
             with torch.enable_grad(), saved_tensors_hooks(itself, itself):
@@ -156,10 +156,11 @@ class _RowsFunction(DirectFunction):
             if dx is not None:
                 first = found.pop(0)
                 dx[part] = 0 if first is None else first
-            for total, gradient in zip(sums, found, strict=True):
+            for i, gradient in enumerate(found):
                 if gradient is not None:
-                    total += gradient
-        dtensors = (total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True))
+                    total, wide = sums[i], accumulation_dtype(gradient.dtype)
+                    sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
+        dtensors = (None if total is None else total.to(each.dtype) for total, each in zip(sums, tensors, strict=True))
         return None, dx, *(None for _ in arguments), *dtensors
 
 
