@@ -69,6 +69,17 @@ def test_gradients_are_equal_to_the_bit(name, dtype, settings):
     assert equal(found, expected)
 
 
+def test_batches_of_gradients():
+    model, inputs = tiny_model("llama", torch.float64), tiny_inputs("llama")
+    inputs.pop("attention_mask", None)
+    rows, found = torch.eye(inputs["input_ids"].shape[1], dtype=torch.float64), []
+    for ours in (patched(model, *GROUPS), patched(model)):
+        embedded = ours.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+        sums = ours.model(inputs_embeds=embedded).last_hidden_state.sum(-1).sum(0)
+        found += torch.autograd.grad(sums, embedded, rows, is_grads_batched=True)
+    torch.testing.assert_close(*found)
+
+
 def test_under_autocast_too():
     model, inputs = tiny_model("llama", torch.float32), tiny_inputs("llama")
 

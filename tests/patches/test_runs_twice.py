@@ -296,6 +296,20 @@ def test_lent_weights_of_real_models(name: str) -> None:
     assert_same(*found, 1e-6)
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("recipe", ["levels", "method=full"])
+def test_transforms_of_functions_run_no_block_twice(name: str, recipe: str) -> None:
+    stock, inputs, found = tiny_model(name, torch.float64), tiny_inputs(name), []
+    for model in (memopt.patch(copy.deepcopy(stock), levels(recipe)), stock):
+
+        def loss(weights: dict[str, Tensor], model: nn.Module = model) -> Tensor:
+            value: Tensor = torch.func.functional_call(model, weights, (), inputs).loss
+            return value
+
+        found.append(torch.func.grad(loss)({each: p.detach() for each, p in model.named_parameters()}))
+    assert_same(*found, 1e-6)
+
+
 def test_under_autocast_an_error_names_the_weight() -> None:
     model, inputs = memopt.patch(tiny_model("llama"), levels("method=full")), tiny_inputs("llama")
     with torch.autocast("cpu", torch.bfloat16):

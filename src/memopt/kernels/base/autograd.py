@@ -10,7 +10,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
 
 from memopt.torch_compat import (
@@ -70,6 +70,11 @@ def is_batched(gradients: Sequence[Tensor]) -> bool:
     """Whether a gradient stands for a batch of gradients (``is_grads_batched``, `torch.vmap`): results computed from it
     do not fit into tensors that an operator allocates."""
     return any(is_legacy_batched(each) or is_transformed(each) for each in gradients)
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """`tensor` without its graph. A parameter, since function transforms refuse ``requires_grad_``."""
+    return nn.Parameter(tensor.detach(), tensor.requires_grad)
 
 
 def batched_gradients(

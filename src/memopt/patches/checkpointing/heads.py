@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from memopt.kernels.base.autograd import refuse_double_backward
+from memopt.kernels.base.autograd import as_leaf, batched_gradients, is_batched, refuse_double_backward
 from memopt.torch_compat import FakeTensor, TorchDispatchMode
 
 _PLAIN = (Tensor, FakeTensor)
@@ -169,12 +169,18 @@ class _ByGroups(torch.autograd.Function):
             return None
         ctx.save_for_backward(*three, output, *seen.operator.saved(seen.results))
         ctx.backward_of, ctx.settings, ctx.group = seen.operator.backward, (causal, scale), group
+        ctx.call = call
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         refuse_double_backward()
         query, key, value, output, statistics, *random = ctx.saved_tensors
+        if is_batched((gradient,)):
+            with torch.enable_grad():
+                leaves = [as_leaf(each) for each in (query, key, value)]
+                output = ctx.call(*leaves)
+            return None, None, None, None, *batched_gradients((output,), leaves, (gradient,))
         shared = query.size(1) // key.size(1)
         gradients = [torch.empty_like(each) for each in (query, key, value)]
         for first in range(0, key.size(1), ctx.group):

@@ -25,7 +25,14 @@ from memopt.patches.checkpointing.offload import OffloadedInputs
 from memopt.patches.checkpointing.state import BlockState, RunsTwice
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.scope import ScopeRewrite, run_scoped
-from memopt.patches.swap import is_swapped, swap_forward, swap_state, with_attributes, wraps_any_forward
+from memopt.patches.swap import (
+    is_swapped,
+    steps_aside,
+    swap_forward,
+    swap_state,
+    with_attributes,
+    wraps_any_forward,
+)
 from memopt.torch_compat import is_checkpointed_region
 
 _NOT_OFFLOADED = "checkpointing.offload is off: inputs of checkpointed blocks stay on the device"
@@ -64,9 +71,11 @@ class BlockRewrite:
             contexts: dict[str, Any] = {"context_fn": compiled_contexts} if self.attention.is_kept else {}
             return checkpoint(function, *args, use_reentrant=False, **contexts)
         without = without_caches(block, function, args)
-        if without is None or is_checkpointed_region():  # other code checkpoints around the block
+        if without is None:
             return function(*args)
         function, args = without
+        if is_checkpointed_region() or steps_aside(without_gradients=False):  # other code checkpoints around the block
+            return function(*args)
         place = None if self.inputs is None else self.inputs.of_a_block()
         kept = KeptAttention(None if place is None else place.wait) if self.attention.is_kept else None
         by_heads = ByHeads(self.attention.room) if self.attention.room else None

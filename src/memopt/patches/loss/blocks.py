@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
+    as_leaf,
     autocast_as,
     batched_gradients,
     is_batched,
@@ -36,7 +37,7 @@ from memopt.kernels.loss.function import (
 from memopt.kernels.loss.reference import losses_of
 from memopt.patches.loss.plain import Plain, add_product_, sums_of
 from memopt.patches.loss.rows import itself
-from memopt.patches.loss.source import as_leaf, run
+from memopt.patches.loss.source import run
 
 
 def losses_by_blocks(plain: Plain, target: Tensor) -> Tensor:

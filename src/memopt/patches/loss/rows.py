@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.kernels.base.autograd import DirectFunction, batched_gradients, is_batched, refuse_double_backward
+from memopt.kernels.base.autograd import DirectFunction, as_leaf, batched_gradients, is_batched, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
-from memopt.patches.loss.source import Source, as_leaf
+from memopt.patches.loss.source import Source
 from memopt.torch_compat import FakeTensor
 
 #: Least bytes of a chunk. A chunk takes as many bytes as the head's input, so that the loss takes no more than one more

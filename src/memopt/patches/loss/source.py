@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.environment.partitioned import is_partitioned, version_of_partitioned
-from memopt.kernels.base.autograd import autocast_as
+from memopt.kernels.base.autograd import as_leaf, autocast_as
 from memopt.recompute.expression import Step, after
 from memopt.torch_compat import FakeTensor, storage_id
 
@@ -295,11 +295,6 @@ class Inside:
 
     function: Callable[[Tensor], Any]
     """Called with the head's input, as its hooks have passed it on."""
-
-
-def as_leaf(tensor: Tensor) -> Tensor:
-    """`tensor` without its graph. A parameter, since function transforms refuse ``requires_grad_``."""
-    return nn.Parameter(tensor.detach(), tensor.requires_grad)
 
 
 def distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
