@@ -177,7 +177,7 @@ def test_a_recipe_that_checkpoints_blocks_draws_the_masks_of_one_that_does_not()
 
 def test_masks_that_are_saved_are_told() -> None:
     told = [
-        "dropouts save masks" in str(memopt.summary(made))
+        "dropouts that save a mask" in str(memopt.summary(made))
         for made in (
             memopt.patch(model("bert")),
             seeded(model("bert")),
