@@ -35,6 +35,7 @@ from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Setup
 from memopt.trace.tracer import Tracer
 from memopt.trace.training import Step, Train, Training
+from memopt.walk.models.attention import Implementation
 from memopt.walk.observe import walk_config
 
 STEP = 8192
@@ -65,6 +66,18 @@ _SMOLLM2 = {
     "num_key_value_heads": 32,
     "tie_word_embeddings": True,
 }
+#: Experts are not linears, so that bitsandbytes leaves them in bf16: most of the 38 GiB of the weights.
+_GPT_OSS_20B = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,7 @@ class Case:
     wanted: int
     settings: tuple[str, ...] = ()
     """Of the recipe, beside `long-context`'s own."""
+    attention: Implementation | None = None
 
     def config(self) -> transformers.PretrainedConfig:
         config: transformers.PretrainedConfig = getattr(transformers, f"{self.model}Config")(
@@ -91,6 +105,7 @@ class Case:
 CASES = (
     Case("Llama-3.1-8B QLoRA", "Llama", _LLAMA_8B, "qlora", "H100", 600_000),
     Case("Qwen3-32B QLoRA", "Qwen3", _QWEN3_32B, "qlora", "H100", 250_000),
+    Case("gpt-oss-20b QLoRA", "GptOss", _GPT_OSS_20B, "qlora", "H100", 600_000, (), "flex_attention"),
     Case("Llama-3.1-8B LoRA", "Llama", _LLAMA_8B, "lora", "RTX 4090", 64_000, ("checkpointing.keep=none",)),
     Case("SmolLM2-1.7B full tuning", "Llama", _SMOLLM2, "full", "RTX 4090", 128_000),
 )
@@ -118,7 +133,9 @@ def longest(case: Case, most: int = 1 << 21) -> Row:
     tracer = Tracer(Step(config, Training(), sites, load_recipe("long-context", case.settings)))
 
     def at(steps: int) -> Prediction:
-        training = Training(1, steps * STEP, train=case.train, adapter_fp32=case.train == "lora")
+        training = Training(
+            1, steps * STEP, train=case.train, adapter_fp32=case.train == "lora", attention=case.attention
+        )
         return combine(tracer.at(training), setup)
 
     low, high, best = 0, most // STEP, None

@@ -31,6 +31,7 @@ from memopt.reporting.headline import Fit
 from memopt.trace.training import ALL_LINEAR, AdapterDtype, Checkpointing, Precision, Request, Train
 from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
+from memopt.walk.models.attention import Implementation
 from memopt.walk.models.config import load_config
 
 Note = Callable[[str], None]
@@ -186,6 +187,7 @@ def report(
     lora_dtype: AdapterDtype = "fp32",
     lora_dropout: float = 0.0,
     checkpointing: Checkpointing = "none",
+    attention: Implementation | None = None,
     overrides: Sequence[str] = (),
     inputs: Mapping[str, Any] | str | Path | None = None,
     revision: str | None = None,
@@ -210,6 +212,7 @@ def report(
         lora_dtype: ``fp32``, as PEFT makes adapters, or ``base``, the dtype of the base weights.
         lora_dropout: probability of the adapters' dropouts.
         checkpointing: activation checkpointing of every block, or none.
+        attention: the ``attn_implementation`` with which the model is loaded; by default transformers' choice.
         overrides: keys of the recipe to change, as ``key=value``.
         inputs: a batch of the size to report, or a file that holds one.
         revision: branch, tag or commit; hub ids only.
@@ -255,6 +258,7 @@ def fit(
     lora_dtype: AdapterDtype = "fp32",
     lora_dropout: float = 0.0,
     checkpointing: Checkpointing = "none",
+    attention: Implementation | None = None,
     overrides: Sequence[str] = (),
     inputs: Mapping[str, Any] | str | Path | None = None,
     revision: str | None = None,

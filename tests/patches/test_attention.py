@@ -10,10 +10,10 @@ from torch import nn
 from transformers import CLIPConfig, CLIPModel
 
 import memopt
-from memopt.patches.attention import patch as attention
 from memopt.pipeline import patch_checkpoint
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.verification.run import verify
+from memopt.walk.models import attention as walk_attention
 from tests.factories import tiny_inputs, tiny_model
 
 
@@ -74,7 +74,7 @@ def test_every_part_gets_its_own_setting_back() -> None:
 
 
 def test_a_missing_package_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "find_spec", lambda package: None)
+    monkeypatch.setattr(walk_attention, "find_spec", lambda package: None)
     plan = memopt.plan_for(tiny_model("llama"), recipe("flash_attention_2"))
     [row] = [entry for entry in plan.entries if entry.kind == "attention"]
     assert (row.action, row.site) == ("keep", "")

@@ -29,7 +29,7 @@ def eager() -> Headline:
 
 def test_eager_attention_is_named_with_what_the_model_supports(eager: Headline) -> None:
     (advice,) = (each for each in eager.remedies if "tokens x tokens" in each)
-    assert "attn_implementation='flash_attention_2' or 'flex_attention' makes none" in advice
+    assert "attn_implementation='flash_attention_2' or 'flex_attention' makes none (--attention counts it)" in advice
     assert "sdpa" not in advice  # this model's scores are capped
 
 

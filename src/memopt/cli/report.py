@@ -13,6 +13,7 @@ from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.headline import Steps
 from memopt.prediction.setup import OPTIMIZERS, Optimizer, Setup, Sharding
 from memopt.trace.training import ALL_LINEAR, AdapterDtype, Checkpointing, Precision, Request, Train
+from memopt.walk.models.attention import Implementation
 
 if TYPE_CHECKING:
     from memopt.prediction.measure import Comparison as Measured
@@ -68,6 +69,10 @@ def report(
     checkpointing: Annotated[
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
+    attention: Annotated[
+        Implementation | None,
+        typer.Option(help="The model's attn_implementation; default: transformers' choice."),
+    ] = None,
     gpu: Annotated[
         str | None, common.optional("Will it fit? A card, or its memory: rtx4090, 24GiB.", "CARD|SIZE")
     ] = None,

@@ -8,6 +8,7 @@ from memopt.prediction.headline import gib
 from memopt.prediction.peak import Prediction
 from memopt.trace.events import Storage
 from memopt.trace.training import Step
+from memopt.walk.models.attention import FLASH, FUSED
 from memopt.walk.models.config import model_class
 
 #: Share of the peak above which a kind of tensors gets a remedy of its own.
@@ -28,15 +29,7 @@ def attention_remedy(found: Prediction, step: Step) -> Iterator[str]:
     if square <= MATTERS * found.peak.nbytes:
         return
     supported = model_class(step.config)
-    ways = [name for name, flag in _ATTENTIONS.items() if getattr(supported, flag, False)]
+    ways = [name for name, flag in FUSED.items() if name not in FLASH[1:] and getattr(supported, flag, False)]
     which = " or ".join(f"'{name}'" for name in ways)
-    advice = f"attn_implementation={which} makes none" if ways else "this model has no attention without them"
+    advice = f"attn_implementation={which} makes none (--attention counts it)" if ways else "this model has no attention without them"
     yield f"{gib(square)} at the peak are tensors of tokens x tokens of eager attention: {advice}"
-
-
-#: Attention implementations without a tensor of tokens x tokens -> the class attribute of models that support it.
-_ATTENTIONS = {
-    "sdpa": "_supports_sdpa",
-    "flash_attention_2": "_supports_flash_attn",
-    "flex_attention": "_supports_flex_attn",
-}

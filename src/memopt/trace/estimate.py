@@ -27,12 +27,14 @@ from memopt.plan.recipe import Recipe
 from memopt.torch_compat import FakeTensorMode
 from memopt.trace.adapters import add_adapters
 from memopt.trace.arguments import DTYPES, Example, example_of, group_experts, step_arguments
+from memopt.trace.attention import attention_traced
 from memopt.trace.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
 from memopt.trace.fake import FakeReads, FiniteValues, make_fake
 from memopt.trace.kernels import STAND_INS, notes_of
 from memopt.trace.quantised import Quantisation, quantisation_of, quantise
 from memopt.trace.training import Step
 from memopt.walk.calls.batch import PASS_INPUTS
+from memopt.walk.models.attention import FLASH, switch, without_packages
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import config_nodes, one_line
 from memopt.walk.models.plain import plain_functions
@@ -91,7 +93,10 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         ModelError: the model cannot be built, peft is missing for LoRA, or the code inside the context fails.
     """
     config, training, inputs = of.config, of.training, of.inputs
-    model, trained, notes = built or build_trained(of)
+    if built is None:
+        with without_packages():
+            built = build_trained(of)
+    model, trained, notes = built
     weights, autocast = DTYPES[training.precision]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(trained, fake)
@@ -108,7 +113,8 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         by_shapes = isinstance(source, Example) and not source.is_read
         reads = contextlib.nullcontext() if by_shapes else FakeReads()
         notes.extend(notes_of(model))
-        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads, plain_functions(model, STAND_INS):
+        stand_ins = plain_functions(model, STAND_INS), attention_traced()
+        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads, stand_ins[0], stand_ins[1]:
             arguments = step_arguments(model, training, source)
             if "labels" not in arguments:
                 notes.append("Loss: none, since no labels were found that give one; its outputs count as they are.")
@@ -180,7 +186,11 @@ def build_trained(
         quantised(model, how, autocast or weights, cuda=training.cuda_kernels)
         # Without this flag PEFT makes the embeddings' output require a gradient; for 4-bit models its preparation does.
         model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    if training.attention is not None:
+        _switch(model, training.attention)
     patched = [] if of.recipe is None else _patch(model, of.sites, of.recipe, of.folded)
+    if model.config._attn_implementation in FLASH and (autocast or weights) == torch.float32:
+        raise ModelError("FlashAttention takes 16-bit tensors, and the precision is fp32.", "Use --precision bf16.")
     shrink(model)
     model.train(training.dropout)
     trained: nn.Module = model
@@ -235,11 +245,23 @@ def _widen_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.float()
 
 
+def _switch(model: PreTrainedModel, implementation: str) -> None:
+    """
+    Raises:
+        ModelError: `model` cannot run this attention.
+    """
+    try:
+        switch(model, implementation)
+    except (ImportError, ValueError) as error:
+        reason = f"Attention of {type(model).__name__} cannot be {implementation}: {one_line(error)}."
+        raise ModelError(reason) from error
+
+
 def _attention_notes(model: PreTrainedModel) -> list[str]:
     if model.config._attn_implementation == "sdpa":
         kernel = "the kernel that scaled_dot_product_attention chooses on a CUDA device"
     else:
-        kernel = f"{model.config._attn_implementation}, as the recipe or the model's class has it"
+        kernel = f"{model.config._attn_implementation}, as the options, the recipe or the model's class have it"
     return [f"Attention: {kernel}; no padding and no key/value cache."]
 
 

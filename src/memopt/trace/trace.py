@@ -24,6 +24,7 @@ from memopt.trace.storages import Lifetime, storages
 from memopt.trace.timeline import Kind, Record, counted, record
 from memopt.trace.training import Step
 from memopt.walk.models.alike import Run, places, take_out
+from memopt.walk.models.attention import without_packages
 from memopt.walk.models.config import one_line
 
 _PARTS: dict[Kind, Part] = {
@@ -55,7 +56,8 @@ def subject(
             runs.extend(take_out(model, of.sites.blocks, groups, several=True))
         prepare(model)
 
-    return Subject(build_trained(of, shrink), tuple(runs))
+    with without_packages():
+        return Subject(build_trained(of, shrink), tuple(runs))
 
 
 @quiet()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memopt.errors import ModelError
+from memopt.walk.models.attention import Implementation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,6 +45,8 @@ class Training:
     """False: eval mode, so that no dropout saves a mask."""
     cuda_kernels: bool = True
     """False: attention and dropout as the CPU runs them, to compare with a measurement there."""
+    attention: Implementation | None = None
+    """None: the attention that transformers chooses."""
     adapter_fp32: bool = False
     """LoRA weights in fp32 beside 16-bit base weights, PEFT's default; beside 4-bit ones they always are."""
 
@@ -84,6 +87,7 @@ class Training:
         else:
             words.append("full fine-tuning")
         words.append("activation checkpointing" if self.checkpointing == "full" else "no activation checkpointing")
+        words += [f"attention by {self.attention}"] if self.attention else []
         return ", ".join(words)
 
 
@@ -102,6 +106,7 @@ class Request:
     lora_dtype: AdapterDtype = "fp32"
     lora_dropout: float = 0.0
     checkpointing: Checkpointing = "none"
+    attention: Implementation | None = None
     overrides: Sequence[str] = ()
     inputs: Mapping[str, Any] | str | Path | None = None
     revision: str | None = None
@@ -123,6 +128,7 @@ class Request:
             lora_targets=tuple(self.lora_targets) or (ALL_LINEAR,),
             lora_dropout=self.lora_dropout if self.train != "full" else 0.0,
             checkpointing=self.checkpointing,
+            attention=self.attention,
             adapter_fp32=self.train != "full" and self.lora_dtype == "fp32" and self.precision in ("bf16", "fp16"),
         )
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.patches.swap import Rewrite, swap_forward, wraps_any_forward
+from memopt.walk.models.attention import switch
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def set_implementation(model: nn.Module, implementation: str) -> None:
         raise ValueError("it is not a transformers model, so its attention has no switch")
     rewrite = AttentionRewrite(tuple(_settings(model)))
     try:
-        model.set_attn_implementation(implementation)
+        switch(model, implementation)
         swap_forward(model, _as_it_is, rewrite)
     except (ImportError, ValueError) as error:
         rewrite.undo(model)

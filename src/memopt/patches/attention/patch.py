@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Literal
 
 from memopt.patches.base import LEFT, Live, Patch, PlanView, RecipeView, Rows, Rules
 from memopt.patches.capabilities import EngineSettings
+from memopt.walk.models.attention import Implementation, missing
 from memopt.walk.sites import Sites
 
 SET = "set implementation"
-#: Implementation -> packages, of which it needs one.
-_PACKAGES = {
-    "flash_attention_2": ("flash_attn", "kernels"),
-    "flash_attention_3": ("flash_attn_interface", "kernels"),
-}
 
 
 class AttentionRules(Rules):
@@ -23,9 +18,7 @@ class AttentionRules(Rules):
 
     key = "attention"
 
-    implementation: Literal["keep", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"] = (
-        "keep"
-    )
+    implementation: Literal["keep"] | Implementation = "keep"
     """``keep``: the model's own implementation."""
 
     @property
@@ -54,8 +47,7 @@ class AttentionPatch(Patch, EngineSettings):
         if rules.is_off:
             return None
         wanted = rules.implementation
-        packages = _PACKAGES.get(wanted, ())
-        if packages and not any(find_spec(package) for package in packages):
+        if packages := missing(wanted):
             return LEFT, f"{wanted} needs the package {' or '.join(packages)}, which is not installed"
         return SET, f"{wanted}, where the model supports it"
 

@@ -55,8 +55,8 @@ class DropoutPatch(Patch, Reports):
         drops = [module for module in model.modules() if is_dropout(module) and float(module.p) > 0]  # type: ignore[arg-type]
         if drops and not any(map(is_swapped, drops)):
             yield (
-                f"dropouts that save a mask in train mode, and a dropped-out copy if an adapter reads it: {len(drops)}; "
-                "the recipe setting dropouts.method=seed saves seeds: the same distribution, other random numbers"
+                f"dropouts that save a mask in train mode, and a dropped-out copy if an adapter reads it: {len(drops)}"
+                "; the recipe setting dropouts.method=seed saves seeds: the same distribution, other random numbers"
             )
 
     def scope(self, plan: PlanView) -> InScopes:
