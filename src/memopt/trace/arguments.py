@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, run_backward, tree_map
 from memopt.trace.calls import counted_calls
 from memopt.trace.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
-from memopt.trace.fake import FakeReads, FiniteValues, make_fake
+from memopt.trace.fake import FakeReads, Fakes, FiniteValues, make_fake
 from memopt.trace.kernels import STAND_INS
 from memopt.trace.timeline import Timeline, losses_of
 from memopt.trace.training import Precision, Training
@@ -197,7 +197,7 @@ def _that_runs(
 
     The tensors of `model` become fake. Of the calls of `functions`, one of each form runs.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = Fakes()
     make_fake(model, fake)
 
     def runs(inputs: Mapping[str, Any]) -> bool:
@@ -224,7 +224,7 @@ def _that_runs(
 
 @contextlib.contextmanager
 def _reading(fake: FakeTensorMode) -> Iterator[None]:
-    with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), FakeReads():
+    with fake, FiniteValues(), unpadded_masks(), FakeReads():
         yield
 
 
@@ -234,7 +234,7 @@ def _runs_without_values(
     timeline = Timeline(model)
     try:
         with (
-            fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), CudaChoices(), timeline,
+            fake, FiniteValues(), unpadded_masks(), CudaChoices(), timeline,
             counted_calls(functions, True, timeline),
         ):  # fmt: skip
             run_backward(*losses_of(model(**step_arguments(model, size, example))))

@@ -74,12 +74,15 @@ class AnyGroupedProduct(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is _GROUPED and args[0].dtype != torch.bfloat16:
-            return _grouped_product(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (grouped_product if is_grouped(func, args) else func)(*args, **(kwargs or {}))
 
 
-def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: Any, **options: Any) -> Tensor:
+def is_grouped(func: Any, args: Any) -> bool:
+    """Whether `grouped_product` stands for this call of an operator."""
+    return func.overloadpacket is _GROUPED and bool(args[0].dtype != torch.bfloat16)
+
+
+def grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: Any, **options: Any) -> Tensor:
     """An empty result of `a` times `b` (2-d or 3-d); `offs` are the ends of the groups of rows, columns or summands."""
     size: tuple[int, ...] = (a.size(-2), b.size(-1))
     if a.dim() == b.dim():

@@ -24,12 +24,12 @@ from memopt.kernels.base.device import pieces_computed
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
-from memopt.torch_compat import FakeTensorMode
+from memopt.torch_compat import FakeTensor
 from memopt.trace.adapters import add_adapters
 from memopt.trace.arguments import DTYPES, Example, example_of, group_experts, step_arguments
 from memopt.trace.attention import attention_traced
-from memopt.trace.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
-from memopt.trace.fake import FakeReads, FiniteValues, make_fake
+from memopt.trace.emulate import CudaChoices, unpadded_masks
+from memopt.trace.fake import FakeReads, Fakes, FiniteValues, make_fake
 from memopt.trace.kernels import STAND_INS, notes_of
 from memopt.trace.quantised import Quantisation, quantisation_of, quantise
 from memopt.trace.training import Step
@@ -44,7 +44,7 @@ from memopt.walk.sites import NormSite, Sites
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Inside, libraries give no warnings, and PyTorch logs no tracebacks of operations that fail on fake tensors."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
+    logger = logging.getLogger(FakeTensor.__module__)
     before, logger.disabled = logger.disabled, True
     try:
         with warnings.catch_warnings():
@@ -98,7 +98,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
             built = build_trained(of)
     model, trained, notes = built
     weights, autocast = DTYPES[training.precision]
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = Fakes()
     make_fake(trained, fake)
 
     def choices() -> contextlib.AbstractContextManager[Any]:
@@ -113,8 +113,8 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         by_shapes = isinstance(source, Example) and not source.is_read
         reads = contextlib.nullcontext() if by_shapes else FakeReads()
         notes.extend(notes_of(model))
-        stand_ins = plain_functions(model, STAND_INS), attention_traced()
-        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads, stand_ins[0], stand_ins[1]:
+        stand_ins = plain_functions(model, STAND_INS)
+        with fake, FiniteValues(), unpadded_masks(), attention_traced(), reads, stand_ins:
             arguments = step_arguments(model, training, source)
             if "labels" not in arguments:
                 notes.append("Loss: none, since no labels were found that give one; its outputs count as they are.")

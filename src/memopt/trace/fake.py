@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,16 @@ from memopt.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    is_operator,
     know_values,
     known_values,
     no_dispatch,
+    storage_id,
     tree_leaves,
     tree_map,
     unset_fake_temporarily,
 )
+from memopt.trace.emulate import grouped_product, is_grouped
 from memopt.walk.models.instantiate import numbers_in
 
 
@@ -60,6 +63,121 @@ def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -
             for name, value in list(table.items()):
                 if isinstance(value, Tensor):
                     table[name] = of(value)
+
+
+class Fakes(FakeTensorMode):
+    """A mode for fake tensors that remembers what an operator returns for arguments of one form.
+
+    PyTorch's cache of results takes several times as long to look up, and leaves out some views. Without symbolic sizes
+    a result depends on nothing but the form, unless an argument has a value (`FakeTensor.constant`).
+    """
+
+    _known: ClassVar[dict[tuple[Any, ...], tuple[Callable[[Any], Any] | None, list[_Result]]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, tensors = kwargs or {}, list[Tensor]()
+        form: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        is_plain = self._add(form, tensors, args) and (not kwargs or self._add(form, tensors, list(kwargs.items())))
+        if not is_plain or not is_operator(func) or func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+            return self._run(func, types, args, kwargs)
+        key = tuple(form)
+        if (known := self._known.get(key)) is not None:
+            kind, results = known
+            made = [self._made(each, tensors) for each in results]
+            return made[0] if kind is None else kind(made)
+        output = self._run(func, types, args, kwargs)
+        kind = tuple if isinstance(output, tuple) else list if isinstance(output, list) else None
+        outputs = [output] if kind is None else output
+        results = [result for each in outputs if (result := _result(each, tensors)) is not None]
+        if len(results) == len(outputs) and all(
+            _alike(self._made(result, tensors), each) for result, each in zip(results, outputs, strict=True)
+        ):
+            self._known[key] = kind, results
+        return output
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if is_grouped(func, args):
+            return grouped_product(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _add(self, form: list[Any], tensors: list[Tensor], values: Iterable[Any]) -> bool:
+        """Append to `form` what a result can depend on, and to `tensors` the tensors; False if a value is not plain."""
+        for each in values:
+            kind = type(each)
+            if kind is FakeTensor:
+                if each.constant is not None or each.fake_mode is not self or each.layout is not torch.strided:
+                    return False
+                if each.dtype.is_complex or each.is_neg() or each.is_inference():
+                    return False
+                tensors.append(each)
+                form += (each.size(), each.stride(), each.storage_offset(), each.untyped_storage().nbytes())
+                form += (each.dtype, each.fake_device, each.requires_grad)
+            elif kind in _PLAIN:
+                form += (kind, each)
+            elif kind is list or kind is tuple:
+                form += (kind, len(each))
+                if not self._add(form, tensors, each):
+                    return False
+            else:
+                return False
+        return True
+
+    def _made(self, result: _Result, tensors: Sequence[Tensor]) -> Any:
+        if result.dtype is None:
+            return result.value if result.of is None else tensors[result.of]
+        if result.of is None:
+            made = torch.empty_strided(result.size, result.stride, dtype=result.dtype, device="meta")
+        else:
+            made = torch.empty(0, dtype=result.dtype, device="meta")
+            made.set_(tensors[result.of].untyped_storage(), result.offset, result.size, result.stride)
+        return FakeTensor(self, made, result.value)
+
+
+class _Result(NamedTuple):
+    """A result of an operator: a value, an argument, a view of an argument, or a new tensor."""
+
+    of: int | None
+    """Number of the tensor among the arguments whose storage it has."""
+    value: Any
+    """The device of a tensor."""
+    dtype: torch.dtype | None = None
+    """None for a value, and for an argument itself."""
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+
+def _result(output: Any, tensors: Sequence[Tensor]) -> _Result | None:
+    """How to make `output` again from arguments of the same form; None if that is not known."""
+    if type(output) is not FakeTensor:
+        return _Result(None, output) if type(output) in _PLAIN else None
+    of = next((at for at, each in enumerate(tensors) if each is output), None)
+    if of is not None:
+        return _Result(of, None)
+    storage = storage_id(output.untyped_storage())
+    of = next((at for at, each in enumerate(tensors) if storage_id(each.untyped_storage()) == storage), None)
+    layout = tuple(output.size()), output.stride(), int(output.storage_offset())
+    return _Result(of, output.fake_device, output.dtype, *layout)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two results of an operator have one form."""
+    if not isinstance(one, FakeTensor) or not isinstance(other, FakeTensor) or other.constant is not None:
+        return one is other or (type(one) is type(other) and type(one) in _PLAIN and bool(one == other))
+    return (
+        (one.size(), one.stride(), one.storage_offset(), one.dtype, one.requires_grad, one.is_neg())
+        == (other.size(), other.stride(), other.storage_offset(), other.dtype, other.requires_grad, other.is_neg())
+    ) and one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+
+
+#: Types of arguments and results that are no tensors and are equal only where they mean the same.
+_PLAIN = frozenset(
+    {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
 
 
 #: Function -> its result for every finite number.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memopt.kernels.base.pieces import Mark, counting
 from memopt.torch_compat import (
     current_node,
+    device_read,
     is_module_call,
     next_sequence_number,
     no_torch_function,
@@ -71,6 +72,8 @@ class Timeline(StorageTracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._silent:
             return func(*args, **(kwargs or {}))
+        if func is device_read:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         moment = len(self.events)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         with no_torch_function():
