@@ -135,7 +135,7 @@ def know_values(fake: Tensor, values: Tensor) -> None:
 
 def known_values(tensor: Tensor | None) -> Tensor | None:
     """The values of a fake tensor that :func:`know_values` has set (labels in a trace); None for other tensors."""
-    return getattr(tensor, _VALUES, None) if isinstance(tensor, FakeTensor) else None
+    return vars(tensor).get(_VALUES) if isinstance(tensor, FakeTensor) else None
 
 
 # -- operators ------------------------------------------------------------------------------------------------------

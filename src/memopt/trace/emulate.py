@@ -36,6 +36,7 @@ _OF_HALF: dict[Any, Any] = {
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), torch.ops.aten._softmax),
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), torch.ops.aten._log_softmax),
 }
+_CHOSEN = _DROPOUT | _FP32_ON_CUDA | _OF_HALF.keys() | {F.scaled_dot_product_attention}
 
 
 class CudaChoices(TorchFunctionMode):
@@ -54,6 +55,8 @@ class CudaChoices(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _CHOSEN:
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         if func in _DROPOUT:

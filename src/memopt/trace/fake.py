@@ -214,11 +214,13 @@ class FiniteValues(TorchFunctionMode):
         self._known = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        values = known_values(args[0]) if args and isinstance(args[0], FakeTensor) else None
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        values = known_values(args[0]) if args else None
+        if values is None and name not in _OF_FINITE and name not in _OF_TESTS:
+            return func(*args, **kwargs)
         if values is not None and any(isinstance(each, Tensor) for each in tree_leaves((args[1:], kwargs))):
             values = None
-        if values is not None and getattr(func, "__name__", "") == "nonzero":
+        if values is not None and name == "nonzero":
             return _positions(func, values, kwargs)
         output = func(*args, **kwargs)
         if not isinstance(output, FakeTensor) or not args or not isinstance(args[0], Tensor):
@@ -230,7 +232,6 @@ class FiniteValues(TorchFunctionMode):
             if truth is not None:
                 return torch.tensor(truth)  # a fake tensor that has a value
             know_values(output, found)
-        name = getattr(func, "__name__", "")
         value = _OF_FINITE.get(name)
         if name in _OF_TESTS and (tested := self._known.get(args[0])) is not None:
             value = tested != _OF_TESTS[name]

@@ -6,8 +6,7 @@ Fused kernels move less than the operations that they replace.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Size, Tensor
 from torch.utils.flop_counter import flop_registry
@@ -22,8 +21,7 @@ _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})
 _ALLOCATIONS = frozenset({"new_empty"})
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """One operation of a step."""
 
     moment: int
@@ -39,7 +37,7 @@ class Operation:
 
     def at(self, moment: int) -> Operation:
         """A copy of this operation at another moment."""
-        return Operation(moment, self.flops, self.itemsize, self.nbytes, self.copied)
+        return Operation(moment, *self[1:])
 
 
 def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Operation | None:
