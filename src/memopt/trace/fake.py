@@ -89,7 +89,10 @@ class Fakes(FakeTensorMode):
             kind, results = known
             made = [self._made(each, tensors) for each in results]
             return made[0] if kind is None else kind(made)
-        output = self._run(func, types, args, kwargs)
+        if func.overloadpacket in _VIEWS and len(tensors) == 1:
+            output = self._viewed(func, args, kwargs, tensors[0])
+        else:
+            output = self._run(func, types, args, kwargs)
         kind = tuple if isinstance(output, tuple) else list if isinstance(output, list) else None
         outputs = [output] if kind is None else output
         results = [result for each in outputs if (result := _result(each, tensors)) is not None]
@@ -103,6 +106,14 @@ class Fakes(FakeTensorMode):
         if is_grouped(func, args):
             return grouped_product(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any, of: Tensor) -> Any:
+        """Views of `of`, by PyTorch's own code for tensors without memory, which is faster than that for fake ones."""
+        plain = _on(of.untyped_storage(), of.dtype, of.storage_offset(), of.size(), of.stride())
+        output = func(*(plain if each is of else each for each in args), **kwargs)
+        return tree_map(
+            lambda each: FakeTensor(self, each, of.fake_device) if isinstance(each, Tensor) else each, output
+        )
 
     def _add(self, form: list[Any], tensors: list[Tensor], values: Iterable[Any]) -> bool:
         """Append to `form` what a result can depend on, and to `tensors` the tensors; False if a value is not plain."""
@@ -132,9 +143,16 @@ class Fakes(FakeTensorMode):
         if result.of is None:
             made = torch.empty_strided(result.size, result.stride, dtype=result.dtype, device="meta")
         else:
-            made = torch.empty(0, dtype=result.dtype, device="meta")
-            made.set_(tensors[result.of].untyped_storage(), result.offset, result.size, result.stride)
+            storage = tensors[result.of].untyped_storage()
+            made = _on(storage, result.dtype, result.offset, result.size, result.stride)
         return FakeTensor(self, made, result.value)
+
+
+def _on(storage: torch.UntypedStorage, dtype: torch.dtype, *layout: Any) -> Tensor:
+    """A tensor without memory of this offset, size and stride on the storage of a fake tensor."""
+    made = torch.empty(0, dtype=dtype, device="meta")
+    made.set_(storage, *layout)
+    return made
 
 
 class _Result(NamedTuple):
@@ -174,6 +192,12 @@ def _alike(one: Any, other: Any) -> bool:
     ) and one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
 
 
+_aten = torch.ops.aten
+#: Operators that make a view of one tensor.
+_VIEWS = frozenset(
+    {_aten.view, _aten._unsafe_view, _aten.transpose, _aten.t, _aten.slice, _aten.expand, _aten.detach, _aten.permute,
+     _aten.unsqueeze, _aten.select, _aten.split, _aten.unbind}
+)  # fmt: skip
 #: Types of arguments and results that are no tensors and are equal only where they mean the same.
 _PLAIN = frozenset(
     {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}

@@ -190,10 +190,10 @@ class _Extension:
                 left_out = range(self._cut, self._cut + self._count)
                 for place in left_out if segment[0] == "F" else reversed(left_out):
                     for like, copied in self._copied(segment[0], place):
-                        operations.extend(each.at(len(events)) for each in self._operations[like])
+                        operations += [each.at(len(events)) for each in self._operations.get(like, ())]
                         events.append(copied)
             previous = segment
-            operations.extend(each.at(len(events)) for each in self._operations[moment])
+            operations += [each.at(len(events)) for each in self._operations.get(moment, ())]
             events += [event] if event.allocated else self._frees(moment, segment)
         operations.extend(each.at(len(events)) for each in self._operations[len(self._given)])
         _check_balance(events)
