@@ -11,7 +11,7 @@ import copy
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -91,6 +91,7 @@ def observed_reads(
     *,
     fresh: Collection[str] = (),
     children: Mapping[str, nn.Module] | None = None,
+    alike: Hashable = None,
 ) -> Reads:
     """The values that ``call(copy of module)`` reads in train and in eval mode, and the module's numbers and functions.
 
@@ -98,18 +99,23 @@ def observed_reads(
         call: runs the forward. If it is None or raises, all attributes of the module and of its children count as read.
         fresh: names of attributes that the patched forward itself looks up at every call; they are left out.
         children: modules that replace the copy's children of these names; the names are left out too.
+        alike: calls with an equal value run the forward alike, so that of modules of one form on meta, one is run.
     """
     reads, fresh = Reads(), {"forward", *fresh, *(children or ())}
     seen: list[tuple[Any, Any]] = []
+    form = None if alike is None else (alike, _form(module))
     try:
         if call is None:
             raise TypeError("no input is known")
-        alone = _watched(module, seen)
-        alone._modules.update(children or {})
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            for mode in (True, False):
-                call(alone.train(mode))
+        if form not in _names:
+            alone = _watched(module, seen)
+            alone._modules.update(children or {})
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                for mode in (True, False):
+                    call(alone.train(mode))
         read = [(live, name) for copied, live in seen for name in _watches[id(copied)][1]]
+        if form is not None and form[1] is not None:
+            read = [(module, name) for name in _names.setdefault(form, [name for _, name in read])]
         # An input of another length or rank may take another branch, which reads other plain attributes.
         read += [(module, name) for name, value in vars(module).items() if isinstance(value, (*_PLAIN, *_CODE))]
     except Exception:  # a forward may raise anything
@@ -124,6 +130,21 @@ def observed_reads(
         if not _is_internal(name) and not (owner is module and name in fresh):
             reads.add(None if owner is module else owner, owner, name, watched)
     return reads
+
+
+#: (`alike`, form of a module) -> the names that its forward reads.
+_names: dict[Hashable, list[str]] = {}
+
+
+def _form(module: nn.Module) -> Hashable:
+    """All that the forward of `module` can read on it; None if that is more than plain values and meta tensors."""
+    own = [(name, type(value), value) for name, value in vars(module).items() if name not in _INTERNAL]
+    tensors = [(name, each) for table in _TABLES[:2] for name, each in vars(module)[table].items() if each is not None]
+    if module._modules or not all(isinstance(value, _PLAIN) for _, _, value in own):
+        return None
+    if not all(each.is_meta for _, each in tensors):
+        return None
+    return type(module), *own, *((name, type(each), each.shape, each.dtype, each.requires_grad) for name, each in tensors)
 
 
 def _is_internal(name: str) -> bool:

@@ -79,7 +79,8 @@ def _reads(module: nn.Module, rewrite: NormRewrite, width: int) -> Reads:
     """The values that the stock forward reads: weight and bias are among them only if they were folded away."""
     names = [name for name in (rewrite.weight, rewrite.bias) if name is not None]
     x = torch.ones(2, width, device="cpu") if not names else torch.ones_like(getattr(module, names[0])).expand(2, -1)
-    return observed_reads(module, lambda alone: alone.forward(x), fresh=() if rewrite.frozen else names)
+    fresh = () if rewrite.frozen else names
+    return observed_reads(module, lambda alone: alone.forward(x), fresh=fresh, alike=(x.shape, x.dtype, x.device))
 
 
 def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
