@@ -144,7 +144,11 @@ def _form(module: nn.Module) -> Hashable:
         return None
     if not all(each.is_meta for _, each in tensors):
         return None
-    return type(module), *own, *((name, type(each), each.shape, each.dtype, each.requires_grad) for name, each in tensors)
+    return (
+        type(module),
+        *own,
+        *((name, type(each), each.shape, each.dtype, each.requires_grad) for name, each in tensors),
+    )
 
 
 def _is_internal(name: str) -> bool:

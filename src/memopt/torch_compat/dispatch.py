@@ -75,17 +75,16 @@ else:
     _FAKE, _NO_ESTIMATE = "torch._subclasses.fake_tensor", "bytes cannot be estimated without running the model"
     # Without this setting every operator passes through two functions of the compiler.
     _direct = {"_should_skip_dynamo": classmethod(lambda cls: False)}
-    _mode = find("torch.utils._python_dispatch.TorchDispatchMode", _Unavailable, _NO_WALK)
-    TorchDispatchMode = type("TorchDispatchMode", (_mode,), _direct)
+    _MODE = "torch.utils._python_dispatch.TorchDispatchMode"
+    TorchDispatchMode = type("TorchDispatchMode", (find(_MODE, _Unavailable, _NO_WALK),), dict(_direct))
     is_traceable_wrapper_subclass = find(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
         _is_never,
         "reports do not look inside sharded and quantised tensors",
     )
     FakeTensor = find(f"{_FAKE}.FakeTensor", type("FakeTensor", (Tensor,), {}), _NO_ESTIMATE)
-    FakeTensorMode = type(
-        "FakeTensorMode", (find(f"{_FAKE}.FakeTensorMode", _Unavailable, _NO_ESTIMATE),), dict(_direct)
-    )
+    _MODE = f"{_FAKE}.FakeTensorMode"
+    FakeTensorMode = type("FakeTensorMode", (find(_MODE, _Unavailable, _NO_ESTIMATE),), dict(_direct))
     unset_fake_temporarily = find(f"{_FAKE}.unset_fake_temporarily", contextlib.nullcontext, _NO_ESTIMATE)
     no_dispatch = find(
         "torch.utils._mode_utils.no_dispatch", contextlib.nullcontext, "models with dropout cannot be estimated"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Fakes(FakeTensorMode):
         self.cache_enabled = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, tensors = kwargs or {}, list[Tensor]()
+        kwargs, tensors = kwargs or {}, list[FakeTensor]()
         form: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         is_plain = self._add(form, tensors, args) and (not kwargs or self._add(form, tensors, list(kwargs.items())))
         if not is_plain or not is_operator(func) or func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
@@ -90,15 +90,17 @@ class Fakes(FakeTensorMode):
             made = [self._made(each, tensors) for each in results]
             return made[0] if kind is None else kind(made)
         if func.overloadpacket in _VIEWS and len(tensors) == 1:
-            output = self._viewed(func, args, kwargs, tensors[0])
+            plain = _on(tensors[0].untyped_storage(), tensors[0].dtype, *_layout(tensors[0]))
+            views, device = func(plain, *args[1:], **kwargs), tensors[0].fake_device
+            output: Any = tree_map(lambda each: FakeTensor(self, each, device), views)
         else:
             output = self._run(func, types, args, kwargs)
         kind = tuple if isinstance(output, tuple) else list if isinstance(output, list) else None
         outputs = [output] if kind is None else output
-        results = [result for each in outputs if (result := _result(each, tensors)) is not None]
-        if len(results) == len(outputs) and all(
-            _alike(self._made(result, tensors), each) for result, each in zip(results, outputs, strict=True)
-        ):
+        results = [_result(each, tensors) for each in outputs]
+        made = [self._made(each, tensors) for each in results]
+        first, again = list[Any](), list[Any]()
+        if self._add(first, [], outputs) and self._add(again, [], made) and again == first:
             self._known[key] = kind, results
         return output
 
@@ -107,15 +109,7 @@ class Fakes(FakeTensorMode):
             return grouped_product(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _viewed(self, func: Any, args: Any, kwargs: Any, of: Tensor) -> Any:
-        """Views of `of`, by PyTorch's own code for tensors without memory, which is faster than that for fake ones."""
-        plain = _on(of.untyped_storage(), of.dtype, of.storage_offset(), of.size(), of.stride())
-        output = func(*(plain if each is of else each for each in args), **kwargs)
-        return tree_map(
-            lambda each: FakeTensor(self, each, of.fake_device) if isinstance(each, Tensor) else each, output
-        )
-
-    def _add(self, form: list[Any], tensors: list[Tensor], values: Iterable[Any]) -> bool:
+    def _add(self, form: list[Any], tensors: list[FakeTensor], values: Iterable[Any]) -> bool:
         """Append to `form` what a result can depend on, and to `tensors` the tensors; False if a value is not plain."""
         for each in values:
             kind = type(each)
@@ -125,8 +119,8 @@ class Fakes(FakeTensorMode):
                 if each.dtype.is_complex or each.is_neg() or each.is_inference():
                     return False
                 tensors.append(each)
-                form += (each.size(), each.stride(), each.storage_offset(), each.untyped_storage().nbytes())
-                form += (each.dtype, each.fake_device, each.requires_grad)
+                form += _layout(each)
+                form += (each.untyped_storage().nbytes(), each.dtype, each.fake_device, each.requires_grad)
             elif kind in _PLAIN:
                 form += (kind, each)
             elif kind is list or kind is tuple:
@@ -137,63 +131,43 @@ class Fakes(FakeTensorMode):
                 return False
         return True
 
-    def _made(self, result: _Result, tensors: Sequence[Tensor]) -> Any:
-        if result.dtype is None:
-            return result.value if result.of is None else tensors[result.of]
-        if result.of is None:
-            made = torch.empty_strided(result.size, result.stride, dtype=result.dtype, device="meta")
-        else:
-            storage = tensors[result.of].untyped_storage()
-            made = _on(storage, result.dtype, result.offset, result.size, result.stride)
-        return FakeTensor(self, made, result.value)
+    def _made(self, result: _Result, tensors: Sequence[FakeTensor]) -> Any:
+        of, value, dtype, layout = result
+        if dtype is None:
+            return value if of is None else tensors[of]
+        if of is not None:
+            return FakeTensor(self, _on(tensors[of].untyped_storage(), dtype, *layout), value)
+        return FakeTensor(self, torch.empty_strided(*layout[1:], dtype=dtype, device="meta"), value)
+
+
+#: A result of an operator: number of the argument whose storage it has, device, dtype and layout. Without a dtype it is
+#: that argument itself, or no tensor but the value in place of the device.
+_Result = tuple[int | None, Any, torch.dtype | None, tuple[Any, ...]]
+
+
+def _result(output: Any, tensors: Sequence[FakeTensor]) -> _Result:
+    """How to make `output` again from arguments of the same form."""
+    if type(output) is not FakeTensor:
+        return None, output, None, ()
+    of = next((at for at, each in enumerate(tensors) if each is output), None)
+    if of is not None:
+        return of, None, None, ()
+    storage = storage_id(output.untyped_storage())
+    of = next((at for at, each in enumerate(tensors) if storage_id(each.untyped_storage()) == storage), None)
+    return of, output.fake_device, output.dtype, _layout(output)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def _on(storage: torch.UntypedStorage, dtype: torch.dtype, *layout: Any) -> Tensor:
-    """A tensor without memory of this offset, size and stride on the storage of a fake tensor."""
-    made = torch.empty(0, dtype=dtype, device="meta")
-    made.set_(storage, *layout)
-    return made
-
-
-class _Result(NamedTuple):
-    """A result of an operator: a value, an argument, a view of an argument, or a new tensor."""
-
-    of: int | None
-    """Number of the tensor among the arguments whose storage it has."""
-    value: Any
-    """The device of a tensor."""
-    dtype: torch.dtype | None = None
-    """None for a value, and for an argument itself."""
-    size: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-
-
-def _result(output: Any, tensors: Sequence[Tensor]) -> _Result | None:
-    """How to make `output` again from arguments of the same form; None if that is not known."""
-    if type(output) is not FakeTensor:
-        return _Result(None, output) if type(output) in _PLAIN else None
-    of = next((at for at, each in enumerate(tensors) if each is output), None)
-    if of is not None:
-        return _Result(of, None)
-    storage = storage_id(output.untyped_storage())
-    of = next((at for at, each in enumerate(tensors) if storage_id(each.untyped_storage()) == storage), None)
-    layout = tuple(output.size()), output.stride(), int(output.storage_offset())
-    return _Result(of, output.fake_device, output.dtype, *layout)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two results of an operator have one form."""
-    if not isinstance(one, FakeTensor) or not isinstance(other, FakeTensor) or other.constant is not None:
-        return one is other or (type(one) is type(other) and type(one) in _PLAIN and bool(one == other))
-    return (
-        (one.size(), one.stride(), one.storage_offset(), one.dtype, one.requires_grad, one.is_neg())
-        == (other.size(), other.stride(), other.storage_offset(), other.dtype, other.requires_grad, other.is_neg())
-    ) and one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+    """A tensor without memory of this layout on the storage of a fake tensor."""
+    return torch.empty(0, dtype=dtype, device="meta").set_(storage, *layout)
 
 
 _aten = torch.ops.aten
-#: Operators that make a view of one tensor.
+#: Operators that make views of one tensor. PyTorch's own code for tensors without memory is faster than for fake ones.
 _VIEWS = frozenset(
     {_aten.view, _aten._unsafe_view, _aten.transpose, _aten.t, _aten.slice, _aten.expand, _aten.detach, _aten.permute,
      _aten.unsqueeze, _aten.select, _aten.split, _aten.unbind}
