@@ -1,7 +1,7 @@
 """Trace one call of a function outside of a step: its storages, its operations and the tensors kept for backward.
 
 The call runs between two autograd functions, which make its arguments and the gradients of its outputs, so that only
-the call's own graph refers to them. It runs on meta tensors, whose operations are several times as fast as fake ones.
+the call's own graph refers to them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from memopt.torch_compat import (
     sequence_number,
     storage_id,
     tree_leaves,
-    unset_fake_temporarily,
 )
 from memopt.trace.operations import Operation
-from memopt.trace.storages import Lifetime, meta_counted
+from memopt.trace.storages import Lifetime
 from memopt.trace.timeline import Timeline
 
 #: Runs a call, given the tensors among its arguments, and returns its result.
@@ -61,13 +60,10 @@ class Forms:
         """The members of `tensors` (tensors of these forms) that require no gradient."""
         return [tensor for tensor, form in zip(tensors, self.each, strict=True) if not form.requires_grad]
 
-    def bases(self, device: str = "cpu") -> list[Tensor]:
+    def bases(self) -> list[Tensor]:
         """A new flat tensor for every storage."""
         dtypes = {form.storage: form.dtype for form in self.each}
-        return [
-            torch.empty(size // dtypes[at].itemsize, dtype=dtypes[at], device=device)
-            for at, size in enumerate(self.sizes)
-        ]
+        return [torch.empty(size // dtypes[at].itemsize, dtype=dtypes[at]) for at, size in enumerate(self.sizes)]
 
 
 def forms_of(tensors: Iterable[Tensor]) -> tuple[Forms, list[torch.UntypedStorage]]:
@@ -134,10 +130,9 @@ class Ends:
     def followed(self, run: Run) -> Followed | None:
         timeline, node = self.timeline, current_node()
         with (
-            timeline.apart(), unset_fake_temporarily(), meta_counted(), torch.set_grad_enabled(self.call.graph),
-            self._hooks(),
+            timeline.apart(), torch.set_grad_enabled(self.call.graph), self._hooks(),
         ):  # fmt: skip
-            root = torch.zeros((), device="meta", requires_grad=self.call.graph)
+            root = torch.zeros((), requires_grad=self.call.graph)
             tensors = _Arguments.apply(self, root)  # type: ignore[no-untyped-call]
             self.mark()
             returned = run(tensors)
@@ -193,7 +188,7 @@ class Ends:
         return forms
 
     def make(self) -> list[Tensor]:
-        bases = self.call.arguments.bases("meta")
+        bases = self.call.arguments.bases()
         self.timeline.take_for_parameters(base for base, yes in zip(bases, self.call.parameters, strict=True) if yes)
         made = self.call.arguments.on(bases)
         self.know(made)
@@ -202,7 +197,7 @@ class Ends:
     def give(self) -> list[Tensor | None]:
         wanted = self.wanted or tuple(form.requires_grad for form in self.outputs.each)
         made = [
-            torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="meta") if yes else None
+            torch.empty_strided(form.size, form.stride, dtype=form.dtype) if yes else None
             for form, yes in zip(self.outputs.each, wanted, strict=True)
         ]
         self.know(each for each in made if each is not None)
@@ -242,7 +237,7 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ends: Ends, *outputs: Tensor) -> Tensor:
         ctx.ends = ends
-        return torch.zeros((), device="meta")
+        return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -5,7 +5,6 @@ A storage is the block of memory behind a tensor and all its views; memory is co
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,20 +71,6 @@ class Lifetime:
     """The module whose forward or backward allocated it."""
 
 
-_meta_counts = False
-
-
-@contextlib.contextmanager
-def meta_counted() -> Iterator[None]:
-    """Inside, the storages of meta tensors count too; operations on meta tensors are faster than on fake tensors."""
-    global _meta_counts
-    before, _meta_counts = _meta_counts, True
-    try:
-        yield
-    finally:
-        _meta_counts = before
-
-
 def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """Storages behind `tensors`, looking inside wrapper subclasses (sharded, quantised); none behind meta tensors."""
     for tensor in tensors:
@@ -94,9 +79,8 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
             inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
             yield from storages(each for each in inner if isinstance(each, Tensor))  # and no device mesh
         # A fake tensor dispatches `is_meta`, several times as slow as the rest; its own attribute is plain.
-        elif tensor.layout == torch.strided and (
-            _meta_counts
-            or not (tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta)
+        elif tensor.layout == torch.strided and not (
+            tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta
         ):
             yield tensor.untyped_storage()
 
