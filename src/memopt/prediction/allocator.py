@@ -52,8 +52,8 @@ def reserved(
     allocator = Allocator(expandable=expandable, limit=limit)
     for storage in resident:
         allocator.allocate(storage)
-    for event in list(events) * steps:
-        (allocator.allocate if event.allocated else allocator.free)(event.storage)
+    for storage, allocated, _ in list(events) * steps:
+        (allocator.allocate if allocated else allocator.free)(storage)
     return allocator.most
 
 
@@ -76,16 +76,17 @@ class Allocator:
         """Allocate a block for `storage`; returns its address."""
         if not storage.nbytes:
             return 0
-        pool = self._pool_of(storage)
-        more = pool.more(storage.nbytes)
+        size = rounded(storage.nbytes)
+        pool = self._pools[size > _SMALL]
+        more = pool.more(size)
         if more and self.limit is not None and self.reserved + more > self.limit:
             for each in self._pools:
                 each.release()
-        self._blocks[storage] = pool.allocate(storage.nbytes)
+        block = self._blocks[storage] = pool.allocate(size)
         if more:
             self.most = max(self.most, self.reserved)
             self.limit = None if self.limit is None else max(self.limit, self.most)
-        return self._blocks[storage].address
+        return block.address
 
     def free(self, storage: Storage) -> int:
         """Free the block of `storage`; returns its address."""
@@ -93,7 +94,7 @@ class Allocator:
             return 0
         block = self._blocks.pop(storage)
         address = block.address
-        self._pool_of(storage).free(block)
+        self._pools[address >= LARGE_POOL].free(block)
         return address
 
     def segments(self) -> list[tuple[int, int]]:
@@ -105,9 +106,6 @@ class Allocator:
         held = {block.address: storage for storage, block in self._blocks.items()}
         found = sorted((address, block.size) for pool in self._pools for address, block in pool.at.items())
         return [(address, size, held.get(address)) for address, size in found]
-
-    def _pool_of(self, storage: Storage) -> _Pool:
-        return self._pools[rounded(storage.nbytes) > _SMALL]
 
 
 @dataclass(eq=False)
@@ -142,8 +140,7 @@ class _Pool:
     _last: _Block | None = None
     """The block at the end of an expandable segment."""
 
-    def allocate(self, nbytes: int) -> _Block:
-        size = rounded(nbytes)
+    def allocate(self, size: int) -> _Block:
         place = bisect_left(self._free, (size, -1))
         if place < len(self._free):
             block = self.at[self._free.pop(place)[1]]
@@ -156,9 +153,8 @@ class _Pool:
         block.is_free = False
         return block
 
-    def more(self, nbytes: int) -> int:
-        """Bytes of the new segment for a request of `nbytes`; 0 if a free block holds it, 1 if a segment grows."""
-        size = rounded(nbytes)
+    def more(self, size: int) -> int:
+        """Bytes of the new segment for a block of `size`; 0 if a free block holds it, 1 if a segment grows."""
         if bisect_left(self._free, (size, -1)) < len(self._free):
             return 0
         return 1 if self.expandable else self._segment_of(size)
