@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from safetensors import SafetensorError
 from torch import nn
 
+from memopt.environment.files import user_path
 from memopt.environment.generators import generators_kept
 from memopt.environment.partitioned import before_sharding, shape_of
 from memopt.errors import ModelError, NegativeVerdict, RecipeError, first_of
@@ -174,7 +175,7 @@ def load(
     from memopt.walk.models.config import model_class as natural_class
 
     warn_once_of_missing()
-    directory = Path(directory)
+    directory = user_path(directory)
     if not directory.is_dir():
         raise ModelError(
             f"Folder '{directory}' does not exist.", f"Write it with: memopt patch MODEL --out {directory}"

@@ -115,6 +115,21 @@ def test_while_gradients_accumulate_their_fp32_copies_do_not_live(sharding: Shar
     assert [(e.allocated, e.moment) for e in copies] == [(True, "optimizer step"), (False, "optimizer step")]
 
 
+def test_zero3_gathers_frozen_weights_in_their_own_dtype() -> None:
+    """As with LoRA: the weights are bf16 and frozen, and the adapters fp32."""
+    large = [
+        replace(each, shape=(1000, 1000), nbytes=2 * 10**6, trained=False, is_buffer=False)
+        for each in _trace().parameters
+    ]
+    adapter = replace(large[0], name="adapter", shape=(8, 8), dtype=torch.float32, nbytes=256, trained=True)
+    gathered = {}
+    for count in (len(large), 3000):  # 3000 million elements are more than DeepSpeed gathers at once
+        parameters = (*(large * count)[:count], adapter)
+        found = combine(replace(_trace(), parameters=parameters), Setup(sharding="zero3", devices=4))
+        gathered[count] = resident(found, "communication") - 500_000_000 * 4
+    assert gathered == {len(large): 2 * 10**6 * len(large), 3000: 1_050_000_000 * 2}
+
+
 def test_buffers_are_not_divided() -> None:
     parameters = tuple(replace(each, is_buffer=True) for each in _trace().parameters)
     trace = replace(_trace(), parameters=parameters)

@@ -275,6 +275,21 @@ def test_a_row_too_long_for_the_model_is_an_error_with_its_reason() -> None:
     assert logged == []
 
 
+@pytest.mark.parametrize(("name", "positions"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
+def test_a_row_beyond_a_table_of_positions_is_an_error(name: str, positions: str) -> None:
+    config, sites = named_config(name, **{positions: 64}), sites_of(named_config(name))
+    with pytest.raises(ModelError, match="--seq 65 is more than the 64 positions"):
+        trace_account(Step(config, Training(1, 65), sites))
+    assert trace_account(Step(config, Training(1, 64), sites)).total
+    rotary = named_config("llama", max_position_embeddings=64)
+    assert trace_account(Step(rotary, Training(1, 65), sites_of(rotary))).total
+
+
+def test_adapters_too_large_to_make_are_an_error() -> None:
+    with pytest.raises(ModelError, match="rank 1000000000000 are too large to make here"):
+        traced("llama", train="lora", lora_rank=10**12)
+
+
 def test_a_folded_norm_is_traced_as_frozen_and_keeps_no_copy_of_its_weight() -> None:
     config = named_config("llama")
     sites, training = sites_of(config), Training(batch=2, seq=24)

@@ -14,7 +14,7 @@ from typing import Any
 
 from memopt.checkpoint.sources.hub import cache_folder
 from memopt.checkpoint.sources.source import MANIFEST, sha256
-from memopt.environment.files import MAX_JSON_BYTES, parse_json, read_small
+from memopt.environment.files import MAX_JSON_BYTES, parse_json, read_small, user_path
 from memopt.errors import ModelError, OutputError, first_of
 
 #: File -> (device, inode, size, times), which show, without a read, whether the file was replaced or changed.
@@ -31,7 +31,7 @@ def check_target(out: Path, source: Path, *, force: bool | None) -> Path:
         OutputError: `out` is or contains the source, lies inside it or inside the hub's cache, is a file, or is a
             non-empty folder (with `force`: a folder that differs from what memopt wrote).
     """
-    out, source = out.expanduser().resolve(), source.resolve()
+    out, source = user_path(out).resolve(), source.resolve()
     for path in (out, source):
         try:
             str(path).encode()
@@ -69,7 +69,7 @@ def check_space(out: Path, needed: int) -> None:
 
 def default_folder(model: str) -> Path:
     """NAME-memopt in the current folder, for a local folder or a hub id."""
-    path = Path(model).expanduser()
+    path = user_path(model)
     name = path.resolve().name if path.exists() else Path(model).name
     return Path(f"{name or 'model'}-memopt")
 

@@ -47,6 +47,11 @@ def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
     return content
 
 
+def user_path(path: str | Path) -> Path:
+    """`path` with the home folder in the place of ``~``; unlike `Path.expanduser`, one of an unknown user as it is."""
+    return Path(os.path.expanduser(path))
+
+
 def check_output(path: Path, option: str, *, force: bool = False) -> Path:
     """The resolved `path`, if a result can be written there; `option` names the command line option, for errors.
 
@@ -56,7 +61,7 @@ def check_output(path: Path, option: str, *, force: bool = False) -> Path:
     Raises:
         OutputError: `path` is a folder or a device, has content, or its folder is missing or not writable.
     """
-    path = Path(os.path.realpath(path.expanduser()))
+    path = Path(os.path.realpath(user_path(path)))
     what = f"{option} '{path}'"
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "no plain file"
@@ -78,7 +83,7 @@ def check_output_folder(path: Path, names: Iterable[str], *, force: bool = False
     Raises:
         OutputError: the folder is a file or not writable, or one of the files fails `check_output`.
     """
-    path = path.expanduser()
+    path = user_path(path)
     real = Path(os.path.realpath(path))
     nearest = next(each for each in (real, *real.parents) if each.exists())
     if not nearest.is_dir():
@@ -198,7 +203,7 @@ def model_folder(source: str | Path) -> Path | None:
     Raises:
         ModelError: `source` is a path, and no folder is there.
     """
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -17,7 +17,7 @@ from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.estimate import has_table_of_positions, max_positions
 from memopt.trace.events import Trace
-from memopt.trace.subject import subject_of
+from memopt.trace.subject import code_of, subject_of
 from memopt.trace.tracer import Tracer, trace_ahead
 from memopt.trace.training import Checkpointing, Request, Step, Train, Training
 
@@ -68,7 +68,8 @@ def headline(
     if longest and step.training.seq is None:
         raise UsageError("The model reads no tokens, so it has no longest sequence.", "Leave out longest.")
     positions = max_positions(step.config) if longest and has_table_of_positions(step.config) else None
-    answer = _Answer(step, setup, card, steps or Steps(""), (positions or _MOST_TOKENS) if longest else 0)
+    most, how = (positions or _MOST_TOKENS) if longest else 0, code_of(request, step.rules)
+    answer = _Answer(step, setup, card, steps or Steps(""), most, how)
     return answer.headline(str(request.model), traces)
 
 
@@ -102,6 +103,8 @@ class _Answer:
     steps: Steps
     longest: int
     """The most tokens in the search for the longest sequence of every way; 0: no such search."""
+    how: str
+    """What a user types to apply the recipe of `step`."""
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
     """Whether blocks may be left out of traces of the patched model (`Tracer.extends`), and so of the other ways."""
@@ -151,8 +154,7 @@ class _Answer:
         tracer = Tracer(way, extends)
         steps = []
         if recipe is not None:
-            named = "" if recipe.name == "exact-unfolded" else f', "{recipe.name}"'
-            steps.append(f"memopt.patch(model{named})")
+            steps.append(self.how if recipe is self.step.rules else f'memopt.patch(model, "{recipe.name}")')
         if checkpointing == "full":
             steps.append("gradient_checkpointing=True")
         changed = replace(way.training, checkpointing=checkpointing, **training)  # type: ignore[arg-type]

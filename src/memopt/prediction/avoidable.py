@@ -31,5 +31,6 @@ def attention_remedy(found: Prediction, step: Step) -> Iterator[str]:
     supported = model_class(step.config)
     ways = [name for name, flag in FUSED.items() if name not in FLASH[1:] and getattr(supported, flag, False)]
     which = " or ".join(f"'{name}'" for name in ways)
-    advice = f"attn_implementation={which} makes none (--attention counts it)" if ways else "this model has no attention without them"
+    with_it = f"attn_implementation={which} makes none (--attention counts it)"
+    advice = with_it if ways else "this model has no attention without them"
     yield f"{gib(square)} at the peak are tensors of tokens x tokens of eager attention: {advice}"

@@ -148,9 +148,10 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
     buffers = [_REDUCED * width]  # full size, even if there are fewer gradients
     if stage == 3:
         large = [each for each in traced.parameters if not each.is_buffer and _numel(each) >= _PERSISTENT]
-        small = sum(each.nbytes for each in traced.parameters) - sum(each.nbytes for each in large)
-        resident.append(Storage(small + -(-sum(each.nbytes for each in large) // devices), "weights"))
-        buffers.append(min(_LIVE + _PREFETCHED, sum(map(_numel, large))) * width)
+        divided = sum(each.nbytes for each in large)
+        small = sum(each.nbytes for each in traced.parameters) - divided
+        resident.append(Storage(small + -(-divided // devices), "weights"))
+        buffers.append(round(divided * min(1, (_LIVE + _PREFETCHED) / max(1, sum(map(_numel, large))))))
     # An fp32 copy of the device's part of the weights, even if the weights are fp32.
     resident.append(Storage(4 * part, "optimizer states", "", "fp32 weights", "float32", (part,)))
     resident += [_buffer(nbytes, "buckets") for nbytes in buffers]
@@ -166,9 +167,9 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
                 events += [Event(kept, True, event.moment), Event(event.storage, False, event.moment)]
                 gradients.append(kept)
     copies = [Storage(4 * part, "gradients", "", "fp32 gradients", "float32", (part,))]
-    divided = {1: "optimizer states", 2: "states and gradients", 3: "states, gradients and weights"}[stage]
+    parts = {1: "optimizer states", 2: "states and gradients", 3: "states, gradients and weights"}[stage]
     note = (
-        f"ZeRO-{stage}: {divided} over {devices} devices; the optimizer steps fp32 copies of the device's part; "
+        f"ZeRO-{stage}: {parts} over {devices} devices; the optimizer steps fp32 copies of the device's part; "
         f"DeepSpeed's default buckets ({_REDUCED:,} elements), no offload."
     )
     return Share(tuple(resident), tuple(events), tuple(gradients), (((part,), torch.float32),), tuple(copies), (note,))

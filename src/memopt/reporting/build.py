@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from memopt.environment.files import user_path
 from memopt.environment.forks import each
 from memopt.errors import InputsError, MemoptError, ModelError
 from memopt.plan.plan import Plan, make_plan
@@ -28,7 +28,7 @@ def compare_training(request: Request) -> Comparison:
     If the request has neither sizes nor inputs, the batch comes from a patched folder's manifest or, if memopt can
     guess no inputs, from the folder's processor.
     """
-    inputs, folder = request.inputs, Path(request.model).expanduser()
+    inputs, folder = request.inputs, user_path(request.model)
     subject = subject_of(request)
     batch, manifest = subject.batch(), subject.record.manifest if subject.record else None
 

@@ -52,6 +52,11 @@ def add_adapters(
             f"PEFT cannot adapt these linears: {one_line(error)}.",
             f"Name others with --lora-targets; the blocks have: {', '.join(_names(sites))}.",
         ) from error
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        reason = f"Adapters of rank {rank} are too large to make here."
+        raise ModelError(reason, "Use a smaller --lora-rank.") from error
     _check_outputs(model, sites)
     if not fp32:
         for parameter in adapted.parameters():

@@ -97,6 +97,12 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         with without_packages():
             built = build_trained(of)
     model, trained, notes = built
+    seq, limit = training.seq or 0, max_positions(config)
+    is_too_long = limit is not None and seq > limit
+    positions = f"--seq {seq} is more than the {limit} positions in the config of {type(model).__name__}."
+    too_long = ModelError(positions, "Use a smaller --seq.")
+    if is_too_long and has_table_of_positions(config):  # fake tensors never look up a position
+        raise too_long
     weights, autocast = DTYPES[training.precision]
     fake = Fakes()
     make_fake(trained, fake)
@@ -124,12 +130,8 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
     except ModelError as error:
         raise ModelError(error.message, error.hint if inputs is not None else PASS_INPUTS) from error
     except Exception as error:
-        limit = max_positions(config)
-        if training.seq is not None and limit is not None and training.seq > limit:
-            message = (
-                f"--seq {training.seq} is more than the {limit} positions in the config of {type(model).__name__}."
-            )
-            raise ModelError(message, "Use a smaller --seq.") from error
+        if is_too_long:
+            raise too_long from error
         if "can't allocate memory" in str(error):
             size = f"batch {training.batch}" + (f" x {training.seq} tokens" if training.seq else "")
             raise ModelError(f"{size.capitalize()} is too large to trace here.", "Use a smaller --batch.") from error

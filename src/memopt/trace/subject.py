@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
+from memopt.environment.files import user_path
 from memopt.errors import ModelError
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
@@ -106,9 +108,25 @@ def chosen_recipe(request: Request) -> Recipe:
     return load_recipe(request.recipe or (record.recipe if record else DEFAULT_MEMORY_RECIPE), request.overrides)
 
 
+def code_of(request: Request, rules: Recipe) -> str:
+    """What a user types to train with the recipe of `request`, which is `rules`."""
+    model, settings = json.dumps(str(request.model)), json.dumps([*request.overrides])
+    if request.recipe is None and record_of(request.model) is not None:
+        return f"memopt.load({model}{f', overrides={settings}' if request.overrides else ''})"
+    is_object = isinstance(request.recipe, Recipe)
+    recipe = rules.name if is_object else str(request.recipe or DEFAULT_MEMORY_RECIPE)
+    if rules.folds:
+        options = "".join(f" --set {each}" for each in request.overrides)
+        return f"memopt.load of the folder that `memopt patch {request.model} --recipe {recipe}{options}` writes"
+    name = "recipe" if is_object else json.dumps(recipe)
+    if request.overrides:
+        return f"memopt.patch(model, memopt.load_recipe({name}, {settings}))"
+    return "memopt.patch(model)" if recipe == DEFAULT_MEMORY_RECIPE else f"memopt.patch(model, {name})"
+
+
 def record_of(model: str | Path) -> PatchedFolder | None:
     """The record in the patched folder `model`; None if `model` is not a patched folder."""
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     return patched_folder(folder) if folder.is_dir() and is_patched(folder) else None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.api import plan_for
+from memopt.environment.files import user_path
 from memopt.patches.capabilities import Checks, Reports, Section
 from memopt.patches.registry import having
 from memopt.plan.plan import Plan
@@ -77,7 +78,7 @@ def report_sections(request: Request, note: Callable[[str], None] | None = None)
         request: the model, the recipe and the training of the report.
         note: called with a sentence before a step that takes long.
     """
-    folder, inputs = Path(request.model).expanduser(), given_batch(request.inputs)
+    folder, inputs = user_path(request.model), given_batch(request.inputs)
     trial = CheckpointTrial(folder, chosen_recipe(request), request.trust_remote_code, inputs)
     trains_all, tell = request.train == "full", note or (lambda text: None)
     sections = (patch.report(trial, trains_all=trains_all, note=tell) for patch in having(Reports))

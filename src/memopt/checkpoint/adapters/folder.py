@@ -18,7 +18,7 @@ from memopt.checkpoint.sources.base import Shard
 from memopt.checkpoint.sources.header import FLOAT_DTYPES, TensorInfo, read_header
 from memopt.checkpoint.sources.safetensors import SafetensorsFiles
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, other_files
-from memopt.environment.files import MAX_JSON_BYTES, check_folder, parse_json, read_small
+from memopt.environment.files import MAX_JSON_BYTES, check_folder, parse_json, read_small, user_path
 from memopt.errors import ModelError
 from memopt.walk.models.adapter import ADAPTER_CONFIG
 
@@ -108,7 +108,7 @@ def open_adapter(folder: str | Path) -> Adapter:
     Raises:
         ModelError: `folder` is not an adapter's, or a file in it is damaged or a pickle.
     """
-    root = Path(folder).expanduser().resolve()
+    root = user_path(folder).resolve()
     if not (root / ADAPTER_CONFIG).is_file():
         raise ModelError(f"'{folder}' has no {ADAPTER_CONFIG}.", "Give the folder of a PEFT adapter.")
     check_folder(root)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from memopt.checkpoint.original import folds_of, original_of, walk_source
 from memopt.checkpoint.patched import digest_of_affines, digest_of_folds, is_patched, patched_folder
 from memopt.checkpoint.sources.source import CheckpointSource, open_source
 from memopt.checkpoint.target import default_folder
+from memopt.environment.files import user_path
 from memopt.environment.generators import generators_kept
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.plan.plan import make_plan
@@ -163,7 +163,7 @@ def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> No
             raise adapter.misfit(f"its memopt.json says that it fits {which}, with other weights or folds")
         return
     base = adapter.config.get("base_model_name_or_path")
-    folder = Path(os.path.expanduser(str(base)))
+    folder = user_path(str(base))
     if not base or not folder.is_dir():
         if base != forms.original.model:
             which = f"The adapter's base model '{base}' is not here" if base else "The adapter names no base model"

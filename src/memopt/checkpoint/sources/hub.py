@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from memopt.environment.files import user_path
 from memopt.errors import ModelError
 
 #: Names of weight files that are not part of a safetensors checkpoint, as shell wildcards.
@@ -28,7 +29,7 @@ def locate(model: str, *, revision: str | None = None, allow_pickle: bool = Fals
     Raises:
         ModelError: the model exists neither here nor on the hub, is gated, or cannot be reached.
     """
-    path = Path(model).expanduser()
+    path = user_path(model)
     if path.is_dir():
         if revision is not None:
             raise ModelError(f"--revision is for hub ids, and '{model}' is a local folder.")
@@ -53,7 +54,7 @@ def cache_folder() -> Path:
     """Folder of the hub's cache."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE).expanduser().resolve()
+    return user_path(constants.HF_HUB_CACHE).resolve()
 
 
 def _looks_like_a_path(model: str) -> bool:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from memopt.environment.files import user_path
 from memopt.errors import InputsError
 from memopt.torch_compat import tree_leaves, tree_map
 from memopt.walk.calls.arguments.request import forward_parameters, inner_model, ordinary_ids
@@ -48,7 +49,7 @@ def read_batch(path: str | Path) -> dict[str, Any]:
     Raises:
         InputsError: the file is missing, not readable, not a dict of arguments, or empty.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.is_file():
         raise InputsError(f"The file of inputs '{path}' does not exist.", _MAKE_IT)
     content = _load(path)

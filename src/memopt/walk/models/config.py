@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
-from memopt.environment.files import MAX_CONFIG_NESTS, check_folder, model_folder, parse_json, read_small
+from memopt.environment.files import MAX_CONFIG_NESTS, check_folder, model_folder, parse_json, read_small, user_path
 from memopt.environment.hub import hub_answers
 from memopt.errors import ModelError
 from memopt.walk.models.adapter import refuse_adapter
@@ -58,7 +58,7 @@ def load_config(
         check_counts(settings)
     except ModelError as error:
         raise ModelError(f"The {CONFIG_FILE} of '{source}' describes no model. {error.message}", error.hint) from None
-    on_hub = not Path(source).expanduser().is_dir()
+    on_hub = not user_path(source).is_dir()
     remote = on_hub and trust_remote_code and "auto_map" in settings
     options = {"revision": revision, "local_files_only": not hub_answers(str(source), revision)} if remote else {}
     try:
