@@ -103,7 +103,7 @@ def test_where_memopt_saves_nothing_the_answer_says_why() -> None:
 
 def test_what_fits_at_no_size_is_said_in_words() -> None:
     none = replace(MEMOPT, batch=Largest(0), seq=Largest(0))
-    for stock, said in ((Largest(0), "stock neither"), (Largest(2), "stock 2")):
+    for stock, said in ((Largest(0), "nor does stock"), (Largest(2), "stock 2")):
         found = replace(HEADLINE, stock=replace(STOCK, batch=stock, seq=Largest(0)), patched=none)
         assert dict(found.lines())["largest"] == f"does not fit at batch 1 ({said})"
         assert "none" not in as_text(headline_tables(found))

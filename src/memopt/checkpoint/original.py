@@ -21,8 +21,8 @@ def original_of(record: PatchedFolder, against: str | Path | None, allow_pickle:
     model, revision = (str(against), None) if against is not None else record.origin()
     if model is None:
         raise ModelError(
-            f"{record.base_model}, from which '{record.folder}' was made, is not at its old place.",
-            "Give it with --against.",
+            f"'{record.folder}' does not say where {record.base_model}, from which it was made, is now.",
+            "Give it with --against (in Python: against=).",
         )
     read = record.manifest is not None and needs_allow_pickle(record.manifest.source.files)
     source = open_source(model, revision=revision, allow_pickle=allow_pickle or read)

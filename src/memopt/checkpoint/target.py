@@ -44,7 +44,7 @@ def check_target(out: Path, source: Path, *, force: bool | None) -> Path:
         f"contains the source '{source}'": out in source.parents,
         "would change the hub's cache": cache in (out, *out.parents) or out in cache.parents,
         "is or contains the current folder": out in (Path.cwd(), *Path.cwd().parents),
-        "is a file": out.exists() and not out.is_dir(),
+        "is a file, or lies below one": any(each.exists() and not each.is_dir() for each in (out, *out.parents)),
     }
     for why in (why for why, holds in unfit.items() if holds):
         raise OutputError(f"--out '{out}' {why}.", "Choose another --out.")

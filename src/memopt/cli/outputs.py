@@ -198,7 +198,11 @@ def _write_plan(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> l
     from memopt.environment.files import write_output
     from memopt.plan.recipe import dump_recipe
 
-    recipe, files = out, {out.name: dump_recipe(chosen.plan.recipe).encode()}
+    plan, planned = chosen.plan, chosen.plan.recipe
+    if plan.accumulation > 1:
+        words = f"{planned.description}; {plan.accumulation} micro-batches of {plan.batch}"
+        planned = planned.model_copy(update={"description": words})
+    recipe, files = out, {out.name: dump_recipe(planned).encode()}
     if emit:
         from memopt.emit.engines import RECIPE_FILE, files_of, planned_step
 

@@ -203,6 +203,8 @@ def model_folder(source: str | Path) -> Path | None:
     Raises:
         ModelError: `source` is a path, and no folder is there.
     """
+    if not str(source):
+        raise ModelError("The name of the model is empty.", "Give a folder or a hub id.")
     folder = user_path(source)
     if folder.is_dir():
         return folder

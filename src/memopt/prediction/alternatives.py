@@ -320,10 +320,14 @@ class _Answer:
         shorter = self._seq(best)
         if shorter is not None and shorter.value:
             return f"{best.name} fits with --seq {shorter.value} and batch {self.step.training.batch}"
-        weights = gib(now.by_what()["weights"])
+        least = min(ways.values(), key=lambda way: way.needs)
         if patched.at().context >= memory:
             return f"nothing fits: the CUDA context alone takes {gib(patched.at().context)}; a larger card"
-        return f"nothing fits: weights alone take {weights}; a larger card, or --devices N --sharding fsdp"
+        needs, weights = gib(least.needs), gib(least.by_what()["weights"])
+        return (
+            f"nothing fits: {least.name} needs {needs}, of which weights are {weights}; a larger card, or --devices N "
+            "--sharding fsdp"
+        )
 
     def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
         """Further ways to train, from the smallest change to the largest."""

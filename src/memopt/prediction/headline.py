@@ -210,7 +210,7 @@ class Headline:
         stock, patched = self.stock, self.patched
         said = [f"batch {patched.batch} (stock {stock.batch})"]
         if patched.batch is not None and not patched.batch.value:
-            of_stock = f"stock {stock.batch}" if stock.batch and stock.batch.value else "stock neither"
+            of_stock = f"stock {stock.batch}" if stock.batch and stock.batch.value else "nor does stock"
             said = [f"does not fit at batch 1 ({of_stock})"]
         if patched.seq is not None and stock.seq is not None and (patched.seq.value or stock.seq.value):
             said.append(f"sequence {patched.seq} (stock {stock.seq})")

@@ -106,7 +106,7 @@ class Choice:
         yield f"Plan: {self.plan}"
         for other in self.others:
             yield f"Next: {other}"
-        yield f"Time is that of forward and backward by the rates of {self.card}, beside every block as fast as it can."
+        yield f"Time: forward and backward by the rates of {self.card}, against the fastest plan without a budget."
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""

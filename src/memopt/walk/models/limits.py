@@ -76,13 +76,13 @@ def bounded_build(parts: int = MAX_PARTS, elements: int = MAX_ELEMENTS) -> Itera
         left -= 1
         if left < 0:
             raise ModelError(
-                f"Its model has over {parts:,} modules and parameters.", "Check the counts in config.json."
+                f"The model has over {parts:,} modules and parameters.", "Check the counts in config.json."
             )
         if not isinstance(part, nn.Module):
             room -= part.numel()
             if room < 0 or max(part.shape, default=0) > _MAX_LENGTH:
                 shape = " x ".join(map(str, part.shape))
-                raise ModelError(f"Its model has a parameter of {shape}.", "Check the sizes in config.json.")
+                raise ModelError(f"The model has a parameter of {shape}.", "Check the sizes in config.json.")
 
     hooks = (
         registration.register_module_module_registration_hook(count),
