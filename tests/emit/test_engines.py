@@ -147,3 +147,11 @@ def test_the_recipe_that_is_written_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shipped_files_are_what_would_be_emitted(kind: str) -> None:
     assert (SHIPPED / KINDS[kind].file).read_text() == shipped_text(kind), "run `python -m tests.emit.plans`"
+
+
+@pytest.mark.parametrize("train", ["full", "qlora"])
+@pytest.mark.parametrize("kind", ["trainer", "accelerate", "axolotl"])
+def test_the_attention_with_which_the_model_is_loaded_is_written(kind: str, train: str) -> None:
+    said = "attn_implementation: flash_attention_2" if kind == "axolotl" else "attn_implementation='flash_attention_2'"
+    assert said in text_of(planned(train=train, attention="flash_attention_2"), kind)
+    assert "attn_implementation" not in text_of(planned(train=train), kind)

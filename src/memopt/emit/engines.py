@@ -56,8 +56,9 @@ class Planned:
     def loading(self) -> str:
         """The code by which a script loads the model."""
         dtype = _DTYPES.get(self.step.precision, "float32")
+        attention = f", attn_implementation={self.step.attention!r}" if self.step.attention else ""
         if self.patched:
-            return f"memopt.load({self.model!r}, dtype=torch.{dtype})"
+            return f"memopt.load({self.model!r}, dtype=torch.{dtype}{attention})"
         then = f"then memopt.patch(model, {self.recipe_file!r})"
         if self.step.train == "qlora":
             precision, _, mixed = self.step.precision.partition("-")
@@ -67,7 +68,7 @@ class Planned:
                 given += f", bnb_4bit_quant_storage=torch.{dtype}"
             dtype += f", quantization_config=BitsAndBytesConfig({given})"
             then = f"prepare_model_for_kbit_training(model, False), {then}" if mixed else then
-        return f"from_pretrained({self.model!r}, dtype=torch.{dtype}), {then}"
+        return f"from_pretrained({self.model!r}, dtype=torch.{dtype}{attention}), {then}"
 
     @property
     def checkpointed(self) -> str:
@@ -76,8 +77,8 @@ class Planned:
 
     @property
     def attention(self) -> str | None:
-        """The attention implementation that the recipe sets; None: the model's own."""
-        return self.settings.get("attn_implementation")
+        """The attention implementation that the recipe sets, or with which the model is loaded; None: its own."""
+        return self.settings.get("attn_implementation", self.step.attention)
 
     @property
     def lora(self) -> dict[str, int | float | str | list[str]] | None:
