@@ -24,14 +24,19 @@ _CHUNK = 64
 
 
 class _Kernel(torch.autograd.Function):
-    """Returns and saves new tensors of the given (shape, dtype); a number in `saved` saves the input of that index."""
+    """Returns and saves new tensors of the given (shape, dtype).
+
+    A number n in `saved` saves the input of that index, ~n the result of index n.
+    """
 
     @staticmethod
     def forward(ctx: Any, returned: Sequence[Any], saved: Sequence[Any], *tensors: Tensor) -> Any:
         like = tensors[0]
-        ctx.save_for_backward(*(tensors[each] if isinstance(each, int) else _new(like, *each) for each in saved))
+        results = tuple(each and _new(like, *each) for each in returned)
+        known = (*tensors, *reversed(results))
+        ctx.save_for_backward(*(known[each] if isinstance(each, int) else _new(like, *each) for each in saved))
         ctx.forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        return tuple(each and _new(like, *each) for each in returned)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -129,12 +134,12 @@ def _chunk_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
     dt_bias: Tensor | None = None, return_final_states: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """mamba_ssm.ops.triton.ssd_combined saves its arguments, summed decays and its result (not counted here)."""
+    """mamba_ssm.ops.triton.ssd_combined saves its arguments, summed decays and its result."""
     rows, tokens, heads, width = x.shape
     given = [each for each in (x, dt, A, B, C, D, dt_bias) if each is not None]
     sums = ((rows, heads, -(-tokens // chunk_size), chunk_size), torch.float32)
     state = ((rows, heads, width, B.shape[-1]), torch.float32) if return_final_states else None
-    result, last = _Kernel.apply([(x.shape, x.dtype), state], [*range(len(given)), sums], *given)  # type: ignore[no-untyped-call]
+    result, last = _Kernel.apply([(x.shape, x.dtype), state], [*range(len(given)), sums, ~0], *given)  # type: ignore[no-untyped-call]
     return (result, last) if return_final_states else result
 
 

@@ -111,3 +111,14 @@ def test_a_function_without_its_package_is_the_plain_one() -> None:
     with plain_functions(model, {"chunk_gated_delta_rule": pytest.fail}):
         assert getattr(modeling_qwen3_5, RULE) is before.__wrapped__
     assert getattr(modeling_qwen3_5, RULE) is before
+
+
+def test_the_scan_saves_its_result() -> None:
+    x = torch.ones(1, 128, 2, 4, requires_grad=True)
+    dt, A, B, C = torch.ones(1, 128, 2), torch.ones(2), torch.ones(1, 128, 1, 8), torch.ones(1, 128, 1, 8)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        result = STAND_INS["mamba_chunk_scan_combined"](x, dt, A, B, C, 64)
+    assert [each.data_ptr() for each in saved].count(result.data_ptr()) == 1
+    sums = (1, 2, 2, 64)
+    assert sorted(each.shape for each in saved) == sorted([x.shape, dt.shape, A.shape, B.shape, C.shape, sums, x.shape])
