@@ -18,10 +18,12 @@ from torch.utils.flop_counter import register_flop_formula
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from memopt.errors import ModelError
 from memopt.walk.models.attention import FLASH
 
 _BLOCK = 128
 """Rows and columns of a block of flex attention's mask."""
+_HINT = "Use another attention (--attention, or attention.implementation of the recipe)."
 _MAX_HEAD = 256
 """The largest width of a head that FlashAttention takes."""
 
@@ -49,7 +51,7 @@ def _flash(
     if query.dtype == torch.float32 or torch.is_autocast_enabled("cpu"):
         query, key, value = _low(query, key, value)
     if query.shape[-1] > _MAX_HEAD:
-        raise ValueError(f"FlashAttention takes heads of a width up to {_MAX_HEAD}, not {query.shape[-1]}")
+        raise ModelError(f"FlashAttention takes heads of a width up to {_MAX_HEAD}, not {query.shape[-1]}.", _HINT)
     width = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - width)) if width != query.shape[-1] else value
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
@@ -64,7 +66,7 @@ def _flex(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``transformers/integrations/flex_attention.py``, with its copies of shared heads and its sinks."""
     if dropout:
-        raise ValueError("flex attention has no dropout: set the attention dropout in the config to 0")
+        raise ModelError("Flex attention has no dropout, and the config has one for attention.", _HINT)
     heads = query.shape[1]
     if heads & (heads - 1):  # not a power of 2
         key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))

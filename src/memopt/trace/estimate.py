@@ -128,7 +128,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
                 notes.extend(_sizes(arguments))
             yield TracedModel(model, trained, run, choices, arguments, tuple(notes))
     except ModelError as error:
-        raise ModelError(error.message, error.hint if inputs is not None else PASS_INPUTS) from error
+        raise ModelError(error.message, error.hint or (PASS_INPUTS if inputs is None else None)) from error
     except Exception as error:
         if is_too_long:
             raise too_long from error
