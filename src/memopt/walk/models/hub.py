@@ -43,7 +43,7 @@ def from_hub(model: str, revision: str | None, what: str, download: Callable[[bo
         raise ModelError(message, "Check the spelling; if it is private, log in with 'hf auth login'.") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         why, hint = _why_offline()
-        message = f"'{model}'{at} is no local folder, its {what} cannot be found in the hub cache, and {why}."
+        message = f"'{model}'{at} is no local folder, the hub cache has no {what} of it, and {why}."
         raise ModelError(message, hint) from None
     except errors.EntryNotFoundError:
         raise ModelError(f"'{model}' on the hub{at} is not a transformers model: it has no {what}.") from None
