@@ -202,8 +202,10 @@ def _load(
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
         with _silent(), watched_build(), bounded_build(parts, elements):
-            loader: Any = cls  # its annotation lacks the loading info
-            model, info = loader.from_pretrained(
+            # Not the class's own, which may take the result for a model (`DecisionMixin` of transformers).
+            load: Any = PreTrainedModel.from_pretrained
+            model, info = load.__func__(
+                cls,
                 None,
                 config=config,
                 state_dict=state,

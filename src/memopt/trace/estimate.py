@@ -248,10 +248,7 @@ def _widen_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _switch(model: PreTrainedModel, implementation: str) -> None:
-    """
-    Raises:
-        ModelError: `model` cannot run this attention.
-    """
+    """Raises a ModelError if `model` cannot run this attention."""
     try:
         switch(model, implementation)
     except (ImportError, ValueError) as error:
