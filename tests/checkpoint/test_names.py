@@ -270,3 +270,9 @@ def test_the_loader_of_transformers_reports_what_is_read_of_it(llama: Path) -> N
     found = compared(llama)
     assert (found.missing, found.unexpected) == ((NORM,), ("model.stray",))
     assert found.reshaped == ((K_PROJ, (2, 2), (32, 64)),)
+
+
+def test_a_config_that_builds_no_model_is_named_and_not_the_tensors(llama: Path) -> None:
+    assert "LlamaForCausalLM cannot be built from its config: KeyError: 'sillu'" in refusal(
+        configure(llama, hidden_act="sillu")
+    )

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from memopt.checkpoint.sources.header import FLOAT_DTYPES
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.errors import ModelError, first_of
+from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import model_class, model_classes, named_classes, one_line
 from memopt.walk.models.limits import MAX_PARTS, bounded_build, watched_build
 
@@ -219,6 +220,7 @@ def _load(
     except ModelError as error:
         raise ModelError(f"The config.json of '{source}' does not fit its files. {error.message}", error.hint) from None
     except Exception as error:  # constructors and conversions raise anything
+        build_meta(config)  # raises its own error if the config alone is at fault
         raise ModelError(
             f"The tensors in '{source}' cannot be loaded into {cls.__name__}, which its config.json describes: "
             f"{type(error).__name__}: {one_line(error)}.",
