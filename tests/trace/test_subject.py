@@ -11,7 +11,7 @@ from torch import nn
 import memopt
 from memopt.pipeline import patch_checkpoint
 from memopt.plan.recipe import load_recipe
-from memopt.trace.subject import chosen_recipe, code_of
+from memopt.trace.subject import chosen_recipe, code_of, step_of
 from memopt.trace.training import Request
 from tests.factories import tiny_model
 
@@ -42,6 +42,17 @@ def test_the_code_applies_the_recipe_of_the_request(recipe: str | None, settings
     expected = memopt.patch(tiny_model("llama"), load_recipe(given or "exact-unfolded", settings))
     assert str(memopt.summary(ours)) == str(memopt.summary(expected))
     assert [type(each) for each in ours.modules()] == [type(each) for each in expected.modules()]
+
+
+def test_another_class_than_the_config_names_is_said(tmp_path: Path) -> None:
+    config = tiny_model("llama").config
+    for name, said in (("LLaMAForCausalLM", True), ("LlamaForCausalLM", False), (None, False)):
+        config.architectures = [name] if name else None
+        config.save_pretrained(tmp_path)
+        notes = step_of(Request(tmp_path)).notes
+        assert (
+            "The config names LLaMAForCausalLM, which is unknown here; counted is LlamaForCausalLM." in notes
+        ) is said
 
 
 def test_a_patched_folder_is_loaded_and_a_fold_is_written(tmp_path: Path) -> None:

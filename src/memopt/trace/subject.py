@@ -20,7 +20,7 @@ from memopt.trace.training import Request, Step, check_peft
 from memopt.walk.calls.batch import Batch, check_names, given_batch, in_words, placed, rows_of, tokens_of
 from memopt.walk.deep import find_deep_sites
 from memopt.walk.models.build import build_meta
-from memopt.walk.models.config import load_config, model_class
+from memopt.walk.models.config import load_config, model_class, named_classes
 from memopt.walk.observe import find_sites, walk_config
 from memopt.walk.sites import Sites
 
@@ -60,7 +60,9 @@ class Subject:
             training = replace(training, train="qlora")
         if training.has_adapters:
             check_peft()
-        notes = []
+        notes, found, named = [], model_class(config).__name__, named_classes(config)
+        if named and found not in named:
+            notes.append(f"The config names {named[0]}, which is unknown here; counted is {found}.")
         if (method := other_method(config)) is not None:
             counted = (
                 "its linears are counted in bitsandbytes' 4 bits"
