@@ -101,7 +101,7 @@ CARD = "--gpu a100-80gb"
 LORA = "--train lora --batch 1 --seq 4096"
 COMMANDS = (
     Command(f"report {{Qwen3.5-9B}} {LORA}", 24),
-    Command(f"report {{Qwen3.5-9B}} {LORA} {CARD}", 255),
+    Command(f"report {{Qwen3.5-9B}} {LORA} {CARD}", 200),
     Command(f"report {{Llama-3-8B}} {CARD}", 13),
     Command(f"report {{Llama-3-70B}} {CARD} --sharding fsdp --devices 8", 17),
     Command(f"report {{Qwen3-30B-A3B}} {CARD}", 22),
