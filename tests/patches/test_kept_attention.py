@@ -199,3 +199,25 @@ def test_compiled_blocks_keep_it_too():
 def test_the_plan_says_what_is_kept():
     model = patched(tiny_model("llama"), "checkpointing.keep=attention")
     assert "its attention's output" in str(memopt.summary(model).plan.rewrites)
+
+
+def test_a_compiler_compiles_no_code_of_the_mode() -> None:
+    """Compiled code may call eager code inside, whose operators pass through the mode."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    @torch._dynamo.disable(recursive=False)
+    def eager(x: Tensor) -> Tensor:
+        return torch.add(x, 1)
+
+    @torch.compile(backend=backend)
+    def compiled(x: Tensor) -> Tensor:
+        return eager(x.sin()).cos()
+
+    with KeptAttention():
+        compiled(torch.randn(3))
+    assert not any(isinstance(node.target, torch._ops.OpOverload) for graph in graphs for node in graph.graph.nodes)
+    assert len(graphs) == 2

@@ -15,6 +15,7 @@ from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
 from memopt.trace.estimate import has_table_of_positions
 from memopt.trace.training import Request, Step, Training
+from memopt.walk.models.build import build_meta
 from tests.trace.builders import named_config, sites_of
 
 MIB = 1 << 20
@@ -97,7 +98,7 @@ def test_the_longest_sequence_of_each_way_is_that_of_its_predictions() -> None:
 @pytest.mark.parametrize(("name", "positions"), [("gpt2", "n_positions"), ("bert", "max_position_embeddings")])
 def test_a_table_of_positions_ends_the_search(name: str, positions: str) -> None:
     config = named_config(name, **{positions: 200})
-    assert not has_table_of_positions(named_config("llama", vocab_size=200, max_position_embeddings=200))
+    assert not has_table_of_positions(build_meta(named_config("llama", vocab_size=200, max_position_embeddings=200)))
     about = Step(config, Training(1, 64), sites_of(config), load_recipe("exact-unfolded"))
     found = headline(Request("a model"), gpu="24GiB", step=about, longest=True)
     assert {str(way.seq) for way in found.ways()} == {"200"}

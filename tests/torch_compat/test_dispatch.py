@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
@@ -38,6 +39,20 @@ def test_a_dispatch_mode_sees_operators_with_their_schemas_and_none_under_no_dis
     assert [argument.name for argument in schema.arguments] == ["self", "other"]
     assert len(schema.returns) == 1
     assert x.sum() == 12
+
+
+def test_a_mode_of_traces_sees_operators_without_code_of_the_compiler_between() -> None:
+    callers: list[list[str]] = []
+
+    class Mode(torch_compat.TracingMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            callers.append([frame.name for frame in traceback.extract_stack()])
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2)
+    own = "test_a_mode_of_traces_sees_operators_without_code_of_the_compiler_between"
+    assert callers[0][-2:] == [own, "__torch_dispatch__"]
 
 
 def test_a_mode_that_is_entered_where_no_other_is_on_sees_operators_alone() -> None:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -204,8 +203,7 @@ def _load(
     try:
         with _silent(), watched_build(), bounded_build(parts, elements):
             # Not the class's own, which may take the result for a model (`DecisionMixin` of transformers).
-            load: Any = PreTrainedModel.from_pretrained
-            model, info = load.__func__(
+            model, info = PreTrainedModel.from_pretrained.__func__(  # type: ignore[attr-defined]
                 cls,
                 None,
                 config=config,

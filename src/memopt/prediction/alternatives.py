@@ -20,6 +20,7 @@ from memopt.trace.events import Trace
 from memopt.trace.subject import code_of, subject_of
 from memopt.trace.tracer import Tracer, trace_ahead
 from memopt.trace.training import Checkpointing, Request, Step, Train, Training
+from memopt.walk.models.build import build_meta
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
 _STRETCH = 128
@@ -67,7 +68,7 @@ def headline(
     setup = setup if card is None else replace(setup_on(card, setup), memory=card.memory)
     if longest and step.training.seq is None:
         raise UsageError("The model reads no tokens, so it has no longest sequence.", "Leave out longest.")
-    positions = max_positions(step.config) if longest and has_table_of_positions(step.config) else None
+    positions = max_positions(step.config) if longest and has_table_of_positions(build_meta(step.config)) else None
     most, how = (positions or _MOST_TOKENS) if longest else 0, code_of(request, step.rules)
     answer = _Answer(step, setup, card, steps or Steps(""), most, how)
     return answer.headline(str(request.model), traces)
@@ -324,10 +325,8 @@ class _Answer:
         if patched.at().context >= memory:
             return f"nothing fits: the CUDA context alone takes {gib(patched.at().context)}; a larger card"
         needs, weights = gib(least.needs), gib(least.by_what()["weights"])
-        return (
-            f"nothing fits: {least.name} needs {needs}, of which weights are {weights}; a larger card, or --devices N "
-            "--sharding fsdp"
-        )
+        instead = "a larger card, or --devices N --sharding fsdp"
+        return f"nothing fits: {least.name} needs {needs}, of which weights are {weights}; {instead}"
 
     def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
         """Further ways to train, from the smallest change to the largest."""

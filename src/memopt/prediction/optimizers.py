@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.prediction.setup import Setup
-from memopt.torch_compat import TorchDispatchMode, operator_schema, storage_id, tree_leaves
+from memopt.torch_compat import TracingMode, operator_schema, storage_id, tree_leaves
 from memopt.trace.events import Event, Storage
 from memopt.trace.storages import tensors
 
@@ -122,7 +122,7 @@ def _step(forms: Sequence[Form], setup: Setup, cuda: bool) -> OptimizerTrace:
     return OptimizerTrace((*states, *step.living.values()), step.freed())
 
 
-class _Allocations(TorchDispatchMode):
+class _Allocations(TracingMode):
     """Records the storages that operations inside allocate, and their frees; tensors may be on the meta device."""
 
     def __init__(self) -> None:

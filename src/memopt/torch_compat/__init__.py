@@ -41,6 +41,7 @@ from memopt.torch_compat.dispatch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    TracingMode,
     any_autocast_enabled,
     device_read,
     forward_mode_level,

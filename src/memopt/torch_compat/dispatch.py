@@ -69,14 +69,16 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
 
+    TracingMode = TorchDispatchMode
     no_torch_function, no_modes = DisableTorchFunction, _disable_current_modes
     device_read: object
 else:
     _FAKE, _NO_ESTIMATE = "torch._subclasses.fake_tensor", "bytes cannot be estimated without running the model"
-    # Without this setting every operator passes through two functions of the compiler.
+    TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode", _Unavailable, _NO_WALK)
+    # Without this setting every operator passes through two functions of the compiler. Only for traces: a mode that is
+    # active in training needs them, since compiled code may run inside of it.
     _direct = {"_should_skip_dynamo": classmethod(lambda cls: False)}
-    _MODE = "torch.utils._python_dispatch.TorchDispatchMode"
-    TorchDispatchMode = type("TorchDispatchMode", (find(_MODE, _Unavailable, _NO_WALK),), dict(_direct))
+    TracingMode = type("TracingMode", (TorchDispatchMode,), dict(_direct))
     is_traceable_wrapper_subclass = find(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
         _is_never,
@@ -99,6 +101,7 @@ else:
 
 #: The meaning of each name:
 #: TorchDispatchMode               context manager; its ``__torch_dispatch__`` gets every operator called inside
+#: TracingMode                     the same, faster, where nothing inside is compiled
 #: is_traceable_wrapper_subclass   whether a tensor is made of inner tensors (``__tensor_flatten__``)
 #: FakeTensor, FakeTensorMode      tensors with a shape and device but no memory, and the mode that makes them
 #: unset_fake_temporarily          inside it FakeTensorMode is off

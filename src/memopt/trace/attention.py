@@ -99,18 +99,14 @@ class _FlexFunction(torch.autograd.Function):
         return found
 
 
-@torch.library.custom_op("memopt::flex_attention_backward", mutates_args=())
-def _flex_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, products: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError("this operator is traced and never run")
-
-
-@_flex_backward.register_fake
-def _(
+def _gradients(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, products: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+_flex_backward = torch.library.custom_op("memopt::flex_attention_backward", _gradients, mutates_args=())
+_flex_backward.register_fake(_gradients)
 
 
 @register_flop_formula(torch.ops.memopt.flex_attention_backward)

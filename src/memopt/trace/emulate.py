@@ -20,7 +20,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from memopt.kernels.base.device import launches_emulated
-from memopt.torch_compat import TorchDispatchMode, known_values, tree_map
+from memopt.torch_compat import TracingMode, known_values, tree_map
 
 _MAX_FLASH_HEAD = 256
 _DROPOUT: frozenset[Any] = frozenset({F.dropout, torch.dropout})
@@ -70,7 +70,7 @@ class CudaChoices(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class AnyGroupedProduct(TorchDispatchMode):
+class AnyGroupedProduct(TracingMode):
     """While active, grouped products can be traced in every dtype: PyTorch's shape rule accepts bf16 only."""
 
     def __init__(self) -> None:

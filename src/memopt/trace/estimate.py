@@ -97,11 +97,8 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         with without_packages():
             built = build_trained(of)
     model, trained, notes = built
-    seq, limit = training.seq or 0, max_positions(config)
-    is_too_long = limit is not None and seq > limit
-    positions = f"--seq {seq} is more than the {limit} positions in the config of {type(model).__name__}."
-    too_long = ModelError(positions, "Use a smaller --seq.")
-    if is_too_long and has_table_of_positions(config):  # fake tensors never look up a position
+    too_long = _too_long(model, training.seq)
+    if too_long is not None and has_table_of_positions(model):  # fake tensors never look up a position
         raise too_long
     weights, autocast = DTYPES[training.precision]
     fake = Fakes()
@@ -130,7 +127,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
     except ModelError as error:
         raise ModelError(error.message, error.hint or (PASS_INPUTS if inputs is None else None)) from error
     except Exception as error:
-        if is_too_long:
+        if too_long is not None:
             raise too_long from error
         if "can't allocate memory" in str(error):
             size = f"batch {training.batch}" + (f" x {training.seq} tokens" if training.seq else "")
@@ -225,9 +222,18 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
-def has_table_of_positions(config: PreTrainedConfig) -> bool:
+def _too_long(model: PreTrainedModel, seq: int | None) -> ModelError | None:
+    """The error for rows of `seq` tokens, if these are more than the positions in the config of `model`."""
+    limit = max_positions(model.config)
+    if seq is None or limit is None or seq <= limit:
+        return None
+    positions = f"{limit} positions in the config of {type(model).__name__}"
+    return ModelError(f"--seq {seq} is more than the {positions}.", "Use a smaller --seq.")
+
+
+def has_table_of_positions(model: PreTrainedModel) -> bool:
     """Whether an embedding or a buffer of the model has one entry for each position, so that longer rows fail."""
-    limit, model = max_positions(config), build_meta(config)
+    limit = max_positions(model.config)
     if limit is None:
         return False
     words = model.get_input_embeddings()

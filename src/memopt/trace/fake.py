@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memopt.torch_compat import (
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
+    TracingMode,
     is_operator,
     know_values,
     known_values,
@@ -254,7 +254,7 @@ def _positions(nonzero: Any, values: Tensor, kwargs: Any) -> Any:
     return tree_map(fake, found)
 
 
-class FakeReads(TorchDispatchMode):
+class FakeReads(TracingMode):
     """Lets a forward read values under a `FakeTensorMode` that is entered before.
 
     Results of real tensors alone (token ids, sizes of images) stay real, and so do integers and single numbers that

@@ -24,10 +24,7 @@ _CHUNK = 64
 
 
 class _Kernel(torch.autograd.Function):
-    """Returns and saves new tensors of the given (shape, dtype).
-
-    A number n in `saved` saves the input of that index, ~n the result of index n.
-    """
+    """Returns and saves new tensors of (shape, dtype); in `saved`, n means the input of that index, ~n a result."""
 
     @staticmethod
     def forward(ctx: Any, returned: Sequence[Any], saved: Sequence[Any], *tensors: Tensor) -> Any:

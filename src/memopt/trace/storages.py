@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from memopt.torch_compat import (
     FakeTensor,
-    TorchDispatchMode,
+    TracingMode,
     device_read,
     is_operator,
     is_traceable_wrapper_subclass,
@@ -85,7 +85,7 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
             yield tensor.untyped_storage()
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(TracingMode):
     """While active, records the birth of every storage with a weak reference to it.
 
     Args:

@@ -168,8 +168,7 @@ class _ByGroups(torch.autograd.Function):
         ):
             return None
         ctx.save_for_backward(*three, output, *seen.operator.saved(seen.results))
-        ctx.backward_of, ctx.settings, ctx.group = seen.operator.backward, (causal, scale), group
-        ctx.call = call
+        ctx.backward_of, ctx.settings, ctx.group, ctx.call = seen.operator.backward, (causal, scale), group, call
         return output
 
     @staticmethod
