@@ -1,4 +1,4 @@
-"""What the answer tells a user to type: code that runs, and that applies the recipe of the answer."""
+"""The code that an answer names runs, and applies the recipe of the answer."""
 
 from __future__ import annotations
 

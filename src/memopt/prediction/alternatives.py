@@ -105,7 +105,7 @@ class _Answer:
     longest: int
     """The most tokens in the search for the longest sequence of every way; 0: no such search."""
     how: str
-    """What a user types to apply the recipe of `step`."""
+    """The code that applies the recipe of `step`."""
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
     """Whether blocks may be left out of traces of the patched model (`Tracer.extends`), and so of the other ways."""

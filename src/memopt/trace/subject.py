@@ -111,7 +111,7 @@ def chosen_recipe(request: Request) -> Recipe:
 
 
 def code_of(request: Request, rules: Recipe) -> str:
-    """What a user types to train with the recipe of `request`, which is `rules`."""
+    """The code with which a user trains by the recipe of `request`, which is `rules`."""
     model, settings = json.dumps(str(request.model)), json.dumps([*request.overrides])
     if request.recipe is None and record_of(request.model) is not None:
         return f"memopt.load({model}{f', overrides={settings}' if request.overrides else ''})"
