@@ -224,11 +224,11 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 def _too_long(model: PreTrainedModel, seq: int | None) -> ModelError | None:
     """The error for rows of `seq` tokens, if these are more than the positions in the config of `model`."""
-    limit = max_positions(model.config)
-    if seq is None or limit is None or seq <= limit:
+    most = max_positions(model.config)
+    if seq is None or most is None or seq <= most:
         return None
-    positions = f"{limit} positions in the config of {type(model).__name__}"
-    return ModelError(f"--seq {seq} is more than the {positions}.", "Use a smaller --seq.")
+    name = type(model).__name__
+    return ModelError(f"--seq {seq} is more than the {most} positions in the config of {name}.", "Use a smaller --seq.")
 
 
 def has_table_of_positions(model: PreTrainedModel) -> bool:
