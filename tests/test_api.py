@@ -20,9 +20,8 @@ from memopt.patches.base import Entry
 from memopt.patches.record import record_of
 from memopt.patches.swap import is_swapped
 from memopt.pipeline import patch_checkpoint
-from memopt.plan.plan import Plan
+from memopt.plan.plan import Plan, coverage_totals
 from memopt.plan.recipe import load_recipe
-from memopt.reporting.terminal import coverage_totals
 from memopt.walk.sites import Sites
 from tests.factories import NAMES, tiny_inputs, tiny_model
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from memopt.errors import RecipeError
-from memopt.plan.plan import Plan, make_plan
+from memopt.plan.plan import Plan, coverage_totals, make_plan
 from memopt.plan.recipe import load_recipe
-from memopt.reporting.terminal import coverage_totals
 from memopt.walk.sites import ActivationSite, Consumer, DropoutSite, LinearSite, NormSite, Reach, Sites
 
 CAUTION = "its output is returned as last_hidden_state by model"

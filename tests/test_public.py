@@ -56,6 +56,27 @@ def test_a_batch_in_memory_is_remembered_without_a_file(patched: Path, tmp_path:
     assert result.written.manifest.inputs.arguments.keys() == batch.keys()
 
 
+def test_a_result_at_the_end_of_a_cell_of_a_notebook_is_shown_as_it_is_printed(patched: Path, tmp_path: Path) -> None:
+    stock = patched.parent / "llama"
+    made = memopt.patch_checkpoint(stock, tmp_path / "out", dry_run=True)
+    for result in (
+        made,
+        made.plan,
+        memopt.plan_for(tiny_model("llama")),
+        memopt.fit(stock, seq=8),
+        memopt.report(stock, seq=8),
+        memopt.verify(patched, level="weights"),
+        memopt.summary(tiny_model("llama")),
+    ):
+        assert repr(result) == str(result)
+        assert f"{type(result).__name__}(" not in repr(result)
+    assert repr(made).splitlines()[:3] == [
+        f"Would write {tmp_path / 'out'}", "Recipe 'exact':", "  5 norms: 4 folded, 1 shared",
+    ]  # fmt: skip
+    written = memopt.patch_checkpoint(stock, tmp_path / "out")
+    assert repr(written).startswith(f"Wrote {tmp_path / 'out'}\n")
+
+
 def test_a_verdict_is_printed_as_the_table_of_its_checks(patched: Path) -> None:
     printed = str(memopt.verify(patched, level="weights"))
     assert "weights" in printed

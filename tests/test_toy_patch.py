@@ -15,8 +15,8 @@ from memopt.cli.main import main
 from memopt.errors import RecipeError
 from memopt.patches.registry import patches, register, unregister
 from memopt.patches.swap import is_swapped
+from memopt.plan.plan import coverage_totals
 from memopt.plan.recipe import load_recipe
-from memopt.reporting.terminal import coverage_totals
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 

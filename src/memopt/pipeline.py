@@ -20,7 +20,7 @@ from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.emit.engines import RECIPE_FILE, check_kinds, files_of, patched_step
 from memopt.environment.files import patched_folder_at
 from memopt.environment.generators import generators_kept
-from memopt.errors import MemoptError, NegativeVerdict, UsageError
+from memopt.errors import MemoptError, NegativeVerdict, UsageError, printable
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
 from memopt.prediction.alternatives import headline
@@ -69,6 +69,12 @@ class PatchResult:
     """Sentences that a user should read."""
     emitted: tuple[str, ...] = ()
     """Files for training engines."""
+
+    def __str__(self) -> str:
+        done = "Wrote" if self.written else "Would write"
+        return "\n".join(map(printable, (f"{done} {self.out}", *str(self.plan).splitlines(), *self.notes)))
+
+    __repr__ = __str__
 
 
 @generators_kept()

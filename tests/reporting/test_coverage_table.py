@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from memopt.plan.plan import Entry, Plan
+from memopt.plan.plan import Entry, Plan, coverage_totals
 from memopt.plan.recipe import load_recipe
-from memopt.reporting.terminal import coverage_table, coverage_totals
+from memopt.reporting.terminal import coverage_table
 from memopt.walk.sites import Sites
 
 LONG = "model.language_model.layers.0.post_feedforward_layernorm"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import memopt
 from memopt import torch_compat
@@ -63,6 +65,15 @@ def _every_mm(ctx: object, operator: Any, *args: object, **kwargs: object) -> Ch
     return CheckpointPolicy.MUST_SAVE if is_mm else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _selective(policy: Any) -> dict[str, Any]:
+    """Keyword arguments of `checkpoint` that save the results which `policy` selects. PyTorch is about to change what
+    leaving `respect_saved_tensors_hooks` out means (pytorch#191236), so it is passed wherever it is taken."""
+    create: Any = create_selective_checkpoint_contexts
+    name = "respect_saved_tensors_hooks"
+    own, around = ({name: False} if name in inspect.signature(each).parameters else {} for each in (create, checkpoint))
+    return {"use_reentrant": False, "context_fn": functools.partial(create, policy, **own), **around}
+
+
 class Count(torch_compat.TorchDispatchMode):
     """The names of the operators that were computed."""
 
@@ -82,7 +93,7 @@ def test_selective_checkpointing_of_a_patched_model_computes_and_gives_what_it_d
     patched = memopt.patch(tiny_model("llama").train(), memopt.load_recipe("exact-unfolded", ("loss.method=none",)))
     products = []
     for model in (stock, patched):
-        arguments = torch_compat.selective_checkpoint_arguments(policy)
+        arguments = _selective(policy)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
         with Count() as count:
             model(**inputs).loss.backward()
@@ -93,23 +104,7 @@ def test_selective_checkpointing_of_a_patched_model_computes_and_gives_what_it_d
 
 
 def test_what_a_policy_selects_is_not_computed_again() -> None:
-    arguments = torch_compat.selective_checkpoint_arguments([torch.ops.aten.exp.default])
+    arguments = _selective([torch.ops.aten.exp.default])
     with Count() as count:
         checkpoint(lambda t: t.relu().exp().tanh(), leaf(2, 2), **arguments).sum().backward()
     assert (count.computed.count("relu"), count.computed.count("exp")) == (2, 1)
-
-
-@pytest.mark.parametrize("taker", ["checkpoint", "create_selective_checkpoint_contexts"])
-def test_the_argument_of_the_next_release_is_passed_where_it_is_taken(
-    monkeypatch: pytest.MonkeyPatch, taker: str
-) -> None:
-    given: list[bool | None] = []
-
-    def taking(policy: object, *, respect_saved_tensors_hooks: bool | None = None) -> None:
-        given.append(respect_saved_tensors_hooks)
-
-    monkeypatch.setattr(f"torch.utils.checkpoint.{taker}", taking)
-    arguments = torch_compat.selective_checkpoint_arguments([], respect_hooks=True)
-    arguments["context_fn"]()
-    passed = [arguments["respect_saved_tensors_hooks"]] if taker == "checkpoint" else given
-    assert passed == [True]

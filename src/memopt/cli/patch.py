@@ -149,7 +149,8 @@ def _opened(source: CheckpointSource) -> None:
 
 
 def _print(result: PatchResult, verbose: bool) -> None:
-    from memopt.reporting.terminal import coverage_table, coverage_totals
+    from memopt.plan.plan import coverage_totals
+    from memopt.reporting.terminal import coverage_table
 
     if verbose or result.written is None:
         common.print_rich(coverage_table(result.plan, verbose=verbose))

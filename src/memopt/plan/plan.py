@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.patches.base import LEFT, Entry, Patch, Rows, Rules, matches
+from memopt.patches.base import LEFT, READS, Entry, Patch, PlanView, Rows, Rules, matches
 from memopt.patches.registry import patches, rows
 from memopt.plan.recipe import Recipe
 from memopt.walk.sites import Sites, is_inside
 
-__all__ = ["Entry", "Plan", "make_plan"]
+__all__ = ["Entry", "Plan", "coverage_totals", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Plan:
     recipe: Recipe
     sites: Sites
     entries: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        return "\n  ".join((f"Recipe '{self.recipe.name}':", *coverage_totals(self)))
+
+    __repr__ = __str__
 
     @property
     def rewrites(self) -> tuple[Entry, ...]:
@@ -142,6 +147,17 @@ class Plan:
             "counts": self.counts(),
             "entries": [dataclasses.asdict(entry) for entry in self.entries],
         }
+
+
+def coverage_totals(plan: PlanView) -> list[str]:
+    """One line for each kind of site: the number of each action; they add up to all sites."""
+    known, lines = rows(), []
+    for kind, counts in plan.counts().items():
+        its, total = known[kind], sum(counts.values())
+        done = {**its.actions, READS: "reading a recomputed input", LEFT: "left"}
+        parts = [f"{counts[action]} {participle}" for action, participle in done.items() if counts.get(action)]
+        lines.append(f"{total} {its.noun if total == 1 else its.plural}: {', '.join(parts)}")
+    return lines
 
 
 def make_plan(sites: Sites, recipe: Recipe) -> Plan:

@@ -109,6 +109,8 @@ class Comparison:
         """The tables that `memopt report -v` prints."""
         return as_text(comparison_tables(self))
 
+    __repr__ = __str__
+
     @property
     def change(self) -> float:
         """Relative change of the bytes: -0.47 for 47 % less; 0 if nothing is saved."""

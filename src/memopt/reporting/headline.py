@@ -28,6 +28,8 @@ class Fit(Headline):
     def __str__(self) -> str:
         return as_text(headline_tables(self))
 
+    __repr__ = __str__
+
 
 def headline_tables(headline: Headline) -> Iterator[RenderableType]:
     """The lines of the answer, the table of ways to train, and the assumptions."""

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.errors import printable
-from memopt.patches.base import LEFT, READS, PlanView
+from memopt.patches.base import PlanView
 from memopt.patches.checks import Check
 from memopt.patches.record import Record
 from memopt.patches.registry import rows
-from memopt.plan.plan import Entry, Plan
+from memopt.plan.plan import Entry, Plan, coverage_totals
 from memopt.plan.shipped import shipped
 from memopt.reporting.text import line
 
@@ -43,17 +43,6 @@ def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
         place = Group(line(_where(group)), Padding(line(_relative(first), "dim"), (0, 0, 0, 2)))
         table.add_row(Text(nouns.get(first.kind, first.kind)), str(len(group)), action, place)
     return Group(table, Text(), *map(Text, coverage_totals(plan)))
-
-
-def coverage_totals(plan: PlanView) -> list[str]:
-    """One line for each kind of site: the number of each action; they add up to all sites."""
-    known, lines = rows(), []
-    for kind, counts in plan.counts().items():
-        its, total = known[kind], sum(counts.values())
-        done = {**its.actions, READS: "reading a recomputed input", LEFT: "left"}
-        parts = [f"{counts[action]} {participle}" for action, participle in done.items() if counts.get(action)]
-        lines.append(f"{total} {its.noun if total == 1 else its.plural}: {', '.join(parts)}")
-    return lines
 
 
 def checks_table(checks: Sequence[Check]) -> RenderableType:

@@ -78,10 +78,8 @@ from memopt.torch_compat.modules import (
     is_dropout,
     is_module_call,
     is_selectively_checkpointed,
-    module_forward_hooks,
     module_hooks,
     modules_that_run,
     no_forward_hooks,
     parametrizations_are_cached,
-    selective_checkpoint_arguments,
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -58,11 +56,6 @@ module_hooks: Callable[[nn.Module], Tables] = (
 
 The parent of a hooked module must call it, not bypass it. Without these names every module counts as hooked.
 """
-
-
-def module_forward_hooks(module: nn.Module) -> MutableMapping[int, Any]:
-    """The forward hooks of one module, which get its output."""
-    return module_hooks(module)[0]
 
 
 def no_forward_hooks() -> dict[str, OrderedDict[int, Any]]:
@@ -156,34 +149,3 @@ _modes: Callable[[], Any] = find(
 def is_selectively_checkpointed() -> bool:
     """Whether selective checkpointing chooses among the operators that run here."""
     return any(type(mode).__module__ == checkpoint.__name__ for mode in _modes())
-
-
-_RESPECT = "respect_saved_tensors_hooks"
-
-
-def selective_checkpoint_arguments(policy: Any, *, respect_hooks: bool = False) -> dict[str, Any]:
-    """Keyword arguments that make `torch.utils.checkpoint.checkpoint` save the results that `policy` selects.
-
-    This dictionary also serves as transformers' ``gradient_checkpointing_kwargs``. PyTorch stages a change here
-    (pytorch#191236): where saved-tensor hooks are active around a selectively checkpointed region, leaving
-    ``respect_saved_tensors_hooks`` out first warns, is an error in the next release, and later changes its meaning.
-    memopt's scopes and observers are such hooks. So the argument is passed wherever PyTorch takes it.
-
-    For code that checkpoints a part of a patched block, or a whole model under `memopt.reporting`'s observer.
-
-    Args:
-        policy: as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it: a list of operators whose
-            results to save, or a function that decides for each.
-        respect_hooks: pass the results that `policy` saves to the saved-tensor hooks around the region. False is
-            PyTorch's old behaviour; True has no effect if PyTorch lacks the argument.
-    """
-    create: Any = checkpoint.create_selective_checkpoint_contexts
-    own = {_RESPECT: respect_hooks} if _takes(create, _RESPECT) else {}
-    arguments: dict[str, Any] = {"use_reentrant": False, "context_fn": functools.partial(create, policy, **own)}
-    if _takes(checkpoint.checkpoint, _RESPECT):
-        arguments[_RESPECT] = respect_hooks
-    return arguments
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    return name in inspect.signature(function).parameters

@@ -21,6 +21,8 @@ class Verdict:
         """The table that `memopt verify` prints, and the status."""
         return f"{as_text([checks_table(self.checks)])}\n\nstatus: {self.status}"
 
+    __repr__ = __str__
+
     @property
     def status(self) -> Literal["pass", "fail", "inconclusive"]:
         statuses = Counter(check.status for check in self.checks)

@@ -181,33 +181,15 @@ def ms_norm_backward(
 
 
 @ms_norm.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: str,
-    eps: float,
-    offset: int,
-    cast_order: str,
-    dtype: torch.dtype,
-    kept_dtype: torch.dtype,
-    residual: Tensor | None = None,
-) -> list[Tensor]:
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, *options: Any) -> list[Tensor]:
+    _, _, _, dtype, kept_dtype, *_ = options
     dtypes = (dtype,) if weight is None and bias is None else (dtype, kept_dtype)
     return [*(_like(x, kind, each) for each in dtypes), _fake_rstd(x)]
 
 
 @ms_norm_backward.register_fake
-def _(
-    dy: Tensor,
-    x_hat: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    kind: str,
-    offset: int,
-    needs: list[bool],
-    x_dtype: torch.dtype,
-) -> list[Tensor]:
+def _(dy: Tensor, x_hat: Tensor, rstd: Tensor, *options: Any) -> list[Tensor]:
+    *_, needs, x_dtype = options
     dx = [_like(x_hat, "rms", x_dtype)] if needs[0] else []
     return dx + [rstd.new_empty(x_hat.size(-1)) for need in needs[1:] if need]
 
