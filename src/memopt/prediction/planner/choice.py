@@ -95,14 +95,17 @@ class Choice:
     setup: Setup = field(default_factory=Setup)
     blocks: tuple[str, ...] = ()
     """Names of the model's blocks."""
+    margin: int = 0
+    """Bytes of the budget that are left to the error of a prediction."""
 
     def __str__(self) -> str:
         """The text that `memopt report --budget` prints."""
         return "\n".join(map(printable, self.lines()))
 
     def lines(self) -> Iterator[str]:
+        spare = self.budget - self.margin - self.plan.total
         yield f"{self.model}: {self.training}"
-        yield f"Budget {in_words(self.budget)}: fits, {in_words(self.budget - self.plan.total, self.budget)} free."
+        yield f"Budget {in_words(self.budget)}: fits, {in_words(spare, self.budget)} to spare."
         yield f"Plan: {self.plan}"
         for other in self.others:
             yield f"Next: {other}"
@@ -139,7 +142,8 @@ class Frontier:
         name, unit = ("GiB", GIB) if any(p.total >= GIB for p in self.points) else ("MiB", MIB)
         lines = [f"{self.model}: {self.training}", f"     {name}    time  plan"]
         lines += [f"{p.total / unit:8.2f} {p.extra:+7.1%}  {p.words}" for p in self.points]
-        return [*lines, f"Times by the rates of {self.card}; every point is exact."]
+        end = f"Sizes lie between two traced steps; times are by the rates of {self.card}. All plans are exact."
+        return [*lines, end]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""

@@ -177,6 +177,7 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
         task.training,
         task.setup,
         task.levels.blocks,
+        budget - limit,
     )
 
 
