@@ -136,6 +136,13 @@ def test_only_backward_runs_a_graph_task() -> None:
     assert seen[0] >= 0
 
 
+def test_a_function_for_the_end_of_backward_runs_when_all_gradients_are_there() -> None:
+    x, seen = leaf(), []
+    x.register_hook(lambda _: torch_compat.at_the_end_of_backward(lambda: seen.append(x.grad is not None)))
+    x.sum().backward()
+    assert seen == [True]
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_region_knows_itself_in_both_runs_or_in_backward(use_reentrant: bool) -> None:
     seen: list[tuple[bool, bool]] = []

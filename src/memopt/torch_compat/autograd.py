@@ -93,6 +93,13 @@ input_metadata: Callable[[Any], Any] | None = (
 Nodes of casts and views show the dtype and shape of their output nowhere else. None if PyTorch lacks this name.
 """
 
+at_the_end_of_backward: Callable[[Callable[[], object]], object] = find(
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    lambda function: None,
+    "logits that are kept from inside the closure of an optimizer's step raise an error when they are read",
+)
+"""Calls a function without arguments when the backward that is running has ended. Called inside of it."""
+
 current_graph_task_id: Callable[[], int] = find(
     "torch._C._current_graph_task_id", lambda: 0, "views are not copied and nothing is sampled, coded or compressed"
 )

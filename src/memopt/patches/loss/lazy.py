@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memopt.environment.partitioned import fetch_before
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
-from memopt.patches.loss.kept import wait
+from memopt.patches.loss.kept import note_backward, wait
 from memopt.patches.loss.memory import Memory, empty, shares_memory
 from memopt.patches.loss.metadata import FACTORIES, METADATA
 from memopt.patches.loss.source import Source, note
@@ -91,7 +91,7 @@ class LazyLogits(Tensor):
             if func in FACTORIES:
                 return func(*tree_map(_shaped, args), **tree_map(_shaped, kwargs))
             handler = HANDLERS.get(func)
-            trained = [each for each in pending if each.source.head.evaluation is None]
+            trained = [each for each in pending if each.source.head.records]
             if handler is not None and 0 < len(trained) < len(pending) and not _writes(func, kwargs):
                 # Compute the logits without a graph (a teacher's): the loss of the trained logits still runs by chunks.
                 return func(*tree_map(_evaluated, args), **tree_map(_evaluated, kwargs))
@@ -105,13 +105,14 @@ class LazyLogits(Tensor):
                     named = dict(kwargs)
                     args, kwargs = (named.pop("input"),), named
                 for each in pending:
-                    each.source.check()
+                    each.source.check(values=each.source.head.records and each.source.head.snapshot.is_late)
                 answer = handler(*args, **kwargs)
                 if answer is not NotImplemented:
                     for each in pending:
                         each.is_read |= answer is not each
                     for found in tree_leaves(answer):
                         if isinstance(found, Tensor) and type(found) is not LazyLogits and found.requires_grad:
+                            note_backward(found, {each.source.head.snapshot for each in pending})
                             for each in pending:
                                 each.source.losses.append(func.__name__)
                                 each.source.pass_moments_to(found)
@@ -253,9 +254,9 @@ def stand_for(
     logits.memory = Memory(logits)
     if parent is not None and step is not None:
         _make_of(logits, parent, step, is_view)
+    source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     if not source.tracked:
         wait(logits)
-    source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     return logits
 
 
@@ -299,6 +300,7 @@ class _StandingFunction(DirectFunction):
         refuse_double_backward()
         source: Source = ctx.source
         source.check()
+        source.head.snapshot.is_late = True
         with torch.enable_grad():
             leaf = source.x.detach().requires_grad_()
             y = source.cut.values(leaf)
@@ -368,7 +370,7 @@ def _value(leaf: Any) -> Any:
 
 def _evaluated(leaf: Any) -> Any:
     """:func:`_value` of logits from a call without gradients; any other argument as it is."""
-    return _value(leaf) if isinstance(leaf, LazyLogits) and leaf.source.head.evaluation is not None else leaf
+    return _value(leaf) if isinstance(leaf, LazyLogits) and not leaf.source.head.records else leaf
 
 
 def _shaped(leaf: Any) -> Any:

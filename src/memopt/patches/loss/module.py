@@ -18,9 +18,9 @@ from memopt.patches.loss.lazy import stand_for
 from memopt.patches.loss.rows import fits, product_rows
 from memopt.patches.loss.source import (
     PLAIN_TYPES,
-    Evaluation,
     Head,
     Inside,
+    Snapshot,
     Source,
     say_whole,
     tensors_of,
@@ -185,8 +185,8 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
     if transposed is not None and x.dtype != tensors[0].dtype and autocast_dtype(x) is None:
         transposed = None  # its own forward casts, or raises the stock error
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
-    read = None if records else Evaluation((x, *tensors))
-    options = (rewrite.lean, gathers, rewrite.room, read)
+    snapshot = Snapshot(tensors if records else (x, *tensors), is_late=not records)
+    options = (rewrite.lean, gathers, rewrite.room, records, snapshot)
     head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors), *options)
     with torch.no_grad():
         one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None

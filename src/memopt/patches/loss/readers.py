@@ -69,7 +69,7 @@ def _cross_entropy(
 
 def _loss(source: Source, target: Tensor, arguments: LossArguments, reduction: str) -> Tensor:
     soft = target.is_floating_point()
-    source.check(values=True)
+    source.check(values=not source.head.records)
     if source.head.lean and not soft:
         with torch.set_grad_enabled(source.tracked and torch.is_grad_enabled()):
             options: Any = {**vars(arguments), "reduction": reduction}
@@ -172,7 +172,7 @@ def _nll_loss(function: Any, name: str, logits: Any, target: Any, *args: Any, **
 @handles(" ".join(_REDUCTIONS))
 def _reduction(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> Any:
     position = _REDUCTIONS[name]
-    if not isinstance(logits, LazyLogits) or logits.source.head.evaluation is not None:
+    if not isinstance(logits, LazyLogits) or not logits.source.head.records:
         return NotImplemented
     given = dict(kwargs)
     if len(args) > position:
