@@ -98,8 +98,7 @@ def gradients_again(
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The needed gradients of `saved`, from the `gradients` of the tensors that ``run(saved)`` returns."""
-    given = [each for each in gradients if each is not None]
-    if not given:
+    if all(each is None for each in gradients):
         return [None] * len(needs)
 
     def again() -> tuple[list[Tensor], list[Tensor]]:
@@ -107,14 +106,17 @@ def gradients_again(
         with torch.enable_grad():
             return leaves, run(leaves)
 
-    if is_batched(given):
+    if is_batched([each for each in gradients if each is not None]):
         # A function transform refuses new leaves and random numbers, but only in the thread that entered it.
         with ThreadPoolExecutor(1) as outside:
             leaves, outputs = outside.submit(again).result()
     else:
         leaves, outputs = again()
     wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
-    reached = [output for output, dy in zip(outputs, gradients, strict=True) if dy is not None]
+    pairs = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if dy is not None and y.requires_grad]
+    if not pairs:
+        return [None] * len(needs)
+    reached, given = zip(*pairs, strict=True)
     found = iter(torch.autograd.grad(reached, wanted, given, allow_unused=True))
     return [next(found) if need else None for need in needs]
 

@@ -23,6 +23,7 @@ from memopt.kernels.base.autograd import (
     autocast_as,
     batched_gradients,
     is_batched,
+    itself,
     refuse_double_backward,
 )
 from memopt.kernels.base.precision import accumulation_dtype
@@ -36,7 +37,6 @@ from memopt.kernels.loss.function import (
 )
 from memopt.kernels.loss.reference import losses_of
 from memopt.patches.loss.plain import Plain, add_product_, sums_of
-from memopt.patches.loss.rows import itself
 from memopt.patches.loss.source import run
 
 

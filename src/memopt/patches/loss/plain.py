@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.kernels.base.autograd import itself
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments
-from memopt.patches.loss.rows import chunk_bytes, in_tiles, is_on_gpu, itself
+from memopt.patches.loss.rows import chunk_bytes, in_tiles, is_on_gpu
 from memopt.patches.loss.source import Source, distinct, run
 
 #: Least rows of a chunk: a product of so many is not bound by reading W.

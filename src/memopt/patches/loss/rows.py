@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.kernels.base.autograd import DirectFunction, as_leaf, batched_gradients, is_batched, refuse_double_backward
+from memopt.kernels.base.autograd import (
+    DirectFunction,
+    as_leaf,
+    batched_gradients,
+    is_batched,
+    itself,
+    refuse_double_backward,
+)
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.patches.loss.source import Source
@@ -162,7 +169,3 @@ class _RowsFunction(DirectFunction):
                     sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
         dtensors = (None if total is None else total.to(each.dtype) for total, each in zip(sums, tensors, strict=True))
         return None, dx, *(None for _ in arguments), *dtensors
-
-
-def itself(tensor: Tensor) -> Tensor:
-    return tensor

@@ -117,7 +117,7 @@ class Snapshot:
 
     @torch.no_grad()
     def _read(self) -> list[Tensor]:
-        """Bytes of about a thousand numbers of each tensor: in bf16 a small step of an optimizer changes few of them."""
+        """Bytes of about a thousand numbers of each tensor: a small step of an optimizer changes few bf16 numbers."""
         found = []
         for tensor in self._tensors:
             count = round(1024 ** (1 / max(1, tensor.dim())))

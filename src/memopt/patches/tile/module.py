@@ -13,17 +13,19 @@ Sources: TiledMLP of ALST (arXiv:2506.13996, section 3.2) and StreamBP (arXiv:25
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.autograd import (
     are_from_checkpoint,
     autocast_as,
     is_batched,
+    itself,
     may_be_overwritten,
     refuse_double_backward,
 )
@@ -107,15 +109,20 @@ def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module,
     x = tensors[0]
     size = rewrite.tokens(x)
     if not torch.is_grad_enabled():
-        return _joined(run, x, size)[0]
+        return _joined(run, x, size).value
     parameters = [each for each in module.parameters() if each.requires_grad]
     if not x.requires_grad and not parameters:
         return stock(module, *args, **kwargs)
     kept = _Kept.apply(x) if x.requires_grad else x  # type: ignore[no-untyped-call]
-    again = _Again(run, Around.of(module, x), size)
-    returned: list[Any] = []
-    outputs = _Tiles.apply(again, returned, kept.grad_fn, kept, *parameters)  # type: ignore[no-untyped-call]
-    return with_tensors(returned[0], outputs)
+    around, random = Around.of(module, x), random_states(x)
+    # The tiles have graphs, since code may ask for them, and an experts' parameter that no token reaches has no
+    # gradient. No cache of autocast: its casts would keep the graph of a tile.
+    with saved_tensors_hooks(itself, itself), autocast_as(around.autocast, x):
+        joined = _joined(run, x, size)
+    again = _Again(run, around, size, random if have_moved(random, x) else ())
+    reached = [each for each in parameters if id(each) in joined.reached]
+    outputs = _Tiles.apply(again, joined, kept.grad_fn, kept, *reached)  # type: ignore[no-untyped-call]
+    return with_tensors(without_tensors(joined.value), outputs)
 
 
 def _runs_by_tiles(rewrite: TileRewrite, module: nn.Module, x: Tensor) -> bool:
@@ -143,21 +150,52 @@ def _has_gradient(value: Any, depth: int = 3) -> bool:
     return depth > 0 and any(_has_gradient(each, depth - 1) for each in inside)
 
 
-def _joined(run: Run, x: Tensor, size: int) -> tuple[Any, list[Tensor]]:
-    """The result of ``run(x)``, computed by tiles of `size` tokens; and the tensors in it."""
-    rows = x.reshape(-1, x.size(-1))
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    """The result of all tiles."""
+
+    value: Any
+    outputs: list[Tensor]
+    """The tensors in `value`, without graphs."""
+    differentiable: list[bool]
+    """Whether each of them had a graph."""
+    reached: set[int]
+    """Ids of the parameters in these graphs."""
+
+
+def _joined(run: Run, x: Tensor, size: int) -> _Joined:
+    """The result of ``run(x)``, computed by tiles of `size` tokens."""
+    rows = x.detach().reshape(-1, x.size(-1))
     template: Any = None
     outputs: list[Tensor] = []
+    differentiable: list[bool] = []
+    reached: set[int] = set()
     for part in slices(rows, size):
-        tokens = rows[part].unsqueeze(0)
+        tokens = rows[part].unsqueeze(0).requires_grad_(x.requires_grad and torch.is_grad_enabled())
         result = run(tokens)
         tile = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         if template is None:
             template = without_tensors(result)
             outputs = [_whole(each, x, tokens.size(1)) for each in tile]
+            differentiable = [False] * len(tile)
         for output, each in zip(outputs, tile, strict=True):
-            by_rows(output, *x.shape[:2])[part] = by_rows(each, 1, tokens.size(1))
-    return with_tensors(template, outputs), outputs
+            by_rows(output, *x.shape[:2])[part] = by_rows(each.detach(), 1, tokens.size(1))
+        differentiable = [had or each.requires_grad for had, each in zip(differentiable, tile, strict=True)]
+        reached |= {id(leaf) for leaf in _leaves(tile)}
+        del tokens, result, tile, each  # their graph, before the next tile has one
+    return _Joined(with_tensors(template, outputs), outputs, differentiable, reached)
+
+
+def _leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaves of the graph of `outputs`."""
+    left, seen = [each.grad_fn for each in outputs], {None}
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            if (leaf := getattr(node, "variable", None)) is not None:
+                yield leaf
+            left.extend(before for before, _ in node.next_functions)
 
 
 def _whole(tile: Tensor, x: Tensor, tokens: int) -> Tensor:
@@ -191,36 +229,32 @@ class _Again:
     around: Around
     size: int
     """Tokens of a tile."""
+    random: Any
+    """The states of the generators before the forward, if it drew random numbers."""
 
 
 class _Tiles(torch.autograd.Function):
-    """Computes the outputs of a module by tiles, and its gradients by running the tiles again."""
+    """Passes on the outputs that tiles have computed; its backward runs the tiles again."""
 
     __memopt_saves__ = "input of tiles"
 
     @staticmethod
-    def forward(
-        ctx: Any, again: _Again, returned: list[Any], source: Any, x: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, again: _Again, joined: _Joined, source: Any, x: Tensor, *parameters: Tensor) -> Any:
         ctx.again, ctx.source, ctx.parameters = again, source, parameters
         if source is None:
             ctx.is_ours = False
             ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
-        random = random_states(x)
-        with autocast_as(again.around.autocast, x):  # without a cache, which could keep casts made without gradients
-            result, outputs = _joined(again.run, x, again.size)
-        ctx.random = random if have_moved(random, x) else ()
-        returned.append(without_tensors(result))
-        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
-        return tuple(outputs)
+        outputs = zip(joined.outputs, joined.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(each for each, is_differentiable in outputs if not is_differentiable))
+        return tuple(joined.outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         again, source = ctx.again, ctx.source or ctx
         (x,) = source.saved_tensors
-        with again.around.again(x, ctx.random, _WHY):
+        with again.around.again(x, again.random, _WHY):
             return None, None, None, *_gradients(ctx, again, x, source.is_ours, gradients)
 
 

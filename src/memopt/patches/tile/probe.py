@@ -78,7 +78,6 @@ def _takes_one(module: nn.Module) -> bool:
     return True
 
 
-@torch.no_grad()
 def numbers_by_row(module: nn.Module, width: int) -> int:
     """Elements that the outputs of the products in `module` have for each row of its input; 0 if the module mixes rows,
     leaves anything on itself, or its products have little more elements than its input and outputs.
@@ -92,7 +91,7 @@ def numbers_by_row(module: nn.Module, width: int) -> int:
         try:
             alone = _alone(module)
             x, traces = torch.randn(2, 4, width, dtype=torch.float32), Traces(alone)
-            maps = all(_maps_rows(alone.train(trains), x) for trains in (False, True))
+            maps = all(_maps_rows(alone, x, trains=trains) for trains in (False, True))
             counted = _counted(alone, x) if maps and not traces.found else 0
         except Exception:  # a forward may raise anything
             return 0
@@ -123,7 +122,13 @@ def _alone(module: nn.Module) -> nn.Module:
     return alone
 
 
-def _maps_rows(module: nn.Module, x: Tensor) -> bool:
+def _maps_rows(module: nn.Module, x: Tensor, *, trains: bool) -> bool:
+    # No tensor here requires a gradient, but the module's code may ask whether gradients are on.
+    with torch.set_grad_enabled(trains):
+        return _is_by_rows(module.train(trains), x)
+
+
+def _is_by_rows(module: nn.Module, x: Tensor) -> bool:
     rows = x.view(1, -1, x.size(-1))
     whole = _outputs(module, x)
     pieces = [_outputs(module, piece) for piece in rows.split(3, dim=1)]
