@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import memopt
 from tests.distributed.engines import blocks
 from tests.distributed.pair import Pair
+from tests.factories import tiny_model
 from tests.patches.test_experts import IDS, adapted, base
 
 WAYS = {"DDP": (False, False), "FSDP2": (True, False), "FSDP2, checkpointing": (True, True)}
@@ -65,3 +66,39 @@ def test_gradients_of_adapters_on_experts_are_stocks(pair: Pair, way: str) -> No
         assert error < 2e-5
         assert not saves
         assert stock_saves is not checkpointing
+
+
+def of_units(rank: int, unit: str, recipe: str | None, settings: tuple[str, ...]) -> dict[str, Tensor]:
+    """Gradients of Mixtral, whose experts are FSDP2 units inside of checkpointed blocks."""
+    torch.manual_seed(0)
+    model: Any = tiny_model("mixtral", torch.float32)
+    if recipe is not None:
+        memopt.patch(model, memopt.load_recipe(recipe, settings))
+    if not settings:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in blocks(model):
+        fully_shard(block.get_submodule(unit))
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        ids = IDS.roll(rank, 1)
+        model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad.full_tensor().detach() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def differences_of_units(rank: int, unit: str) -> list[float]:
+    stock = of_units(rank, unit, None, ())
+    full = ("checkpointing.method=full",)
+    ways = (("exact-unfolded", ()), ("exact-unfolded", full), ("exact-levels", full), ("long-context", full))
+    found = []
+    for ours in (of_units(rank, unit, recipe, settings) for recipe, settings in ways):
+        assert ours.keys() == stock.keys()
+        found.append(max(float((ours[n] - g).norm() / g.norm().clamp(min=1e-6)) for n, g in stock.items()))
+    return found
+
+
+@pytest.mark.parametrize("unit", ["mlp", "mlp.experts"])
+def test_units_inside_of_checkpointed_blocks_save_alike_in_both_runs(pair: Pair, unit: str) -> None:
+    for errors in pair.call(differences_of_units, unit):
+        assert max(errors) < 2e-4

@@ -123,6 +123,10 @@ class ScopeRewrite:
         # Global module hooks make stock forwards run that are skipped otherwise, so they are part of the form.
         # Checkpointing runs a call twice and needs the same saved tensors both times, so there the first finding stays.
         is_final = is_under_foreign_hooks()
+        if is_final and self.history.has_pre_hooks():
+            # FSDP2's hook on a module inside wraps its inputs in the forward, not in checkpointing's second run: what
+            # can be recomputed would differ between the runs.
+            return _CLOSED_INSIDE
         form = (
             hidden.dtype, hidden.dim(), 1 in hidden.shape, hidden.requires_grad, module.training,
             autocast_dtype(hidden), bool(has_any_global_hook()), is_final,
@@ -175,7 +179,6 @@ def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Modu
     scope = rewrite.around(module, args, kwargs)
     if scope is _CLOSED:
         return run(module, *args, **kwargs)
-    # FSDP2's hook on a module inside the block wraps its inputs in the forward, not in checkpointing's second run.
     with Region(repeats=not rewrite.history.has_pre_hooks()) as region:
         with scope:
             output = run(module, *args, **kwargs)
