@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt.patches.checkpointing.decisions import Decisions
 from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention
-from memopt.patches.rerun import CONTAINERS, MODES, NUMBERS, Held, Slot, copied, standing
+from memopt.patches.rerun import ABSENT, CONTAINERS, MODES, NUMBERS, Held, Slot, copied, standing
 from memopt.patches.swap import is_watched
 from memopt.recompute.versions import check_version, versions_of
 
@@ -45,6 +45,8 @@ class BlockState:
         self._tables: list[dict[str, Any]] = []
         """The tables of parameters and buffers of each module, which a module never replaces."""
         self._parts, self._size = [None], 0
+        self._may_grow: list[dict[Any, Any]] = []
+        """Tables in which a forward may create state, beside those of parameters and of children."""
         self.moving: set[tuple[int, str]] = set()
         self.slots: list[Slot] = []
         self.looks, self.decides, self._checked = 0, False, 0
@@ -65,14 +67,33 @@ class BlockState:
         self.decides = False
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
         inside: dict[int, dict[Any, Any]] = {}
+        self._may_grow = []
         for module in modules:
             own = vars(module)
             # Engines keep their own counters as attributes of modules with hooks; these are not state.
             looked_at = MODES if is_watched(module) else (*MODES, *own.keys() - _OF_EVERY_MODULE)
             self.slots += [(own, name) for name in looked_at if name in own and _is_state(own[name])]
             _add_tables(inside, [own[name] for name in looked_at if name in own])
+            self._may_grow += () if is_watched(module) else (own, module._buffers)
         self._checked = len(self.slots)
         self.slots += [(table, name) for table in inside.values() for name, held in table.items() if _is_state(held)]
+        self._may_grow += inside.values()
+
+    def before(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Each table in which a forward may create state, with a copy of it."""
+        return [(table, dict(table)) for table in self._may_grow]
+
+    def created(self, before: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> list[tuple[Slot, Any]]:
+        """The slots that got their first value since :meth:`before`, and what they held: nothing or None."""
+        found = [
+            ((table, name), was.get(name, ABSENT))
+            for table, was in before
+            for name, held in list(table.items())
+            if held is not None and was.get(name) is None and _may_be_made_again(name, held)
+        ]
+        if found:
+            self._parts = [None]  # the next call looks for its state again
+        return found
 
     def has_run(self, moved: Sequence[Slot]) -> None:
         """Record a run of the forward, and the slots whose values it changed."""
@@ -113,6 +134,8 @@ class RunsTwice:
         # PyTorch's checkpoint checks versions only of tensors passed by position; these are the others.
         self._arguments = _tensors_in([*named.values(), *(value for value in given if not isinstance(value, Tensor))])
         self._held: Held | None = None
+        self._created: list[tuple[Slot, Any]] = []
+        """What the forward created, as in :meth:`BlockState.created`."""
         self._copies: dict[int, Tensor] = {}
         """Index of a slot -> a copy of its tensor from before the forward changed it."""
 
@@ -130,7 +153,7 @@ class RunsTwice:
         function = functools.partial(self._function, **{name: copied(value) for name, value in named.items()})
         decisions, attention = self._decisions, self._attention
         with (
-            standing(lent),
+            standing([*lent, *self._created]),
             self._by_heads,
             nullcontext() if decisions is None else decisions.repeat(),
             nullcontext() if attention is None else attention.repeat(),
@@ -143,6 +166,7 @@ class RunsTwice:
         may_move = looks or bool(state.moving)
         self._held = held = Held(state.slots, copies=may_move)
         possible = self._possible_copies(held, looks) if may_move else {}
+        before = state.before() if looks else []
         self._given_versions = versions_of(self._arguments)
         self._decisions = Decisions(args) if looks or state.decides else None
         try:
@@ -154,6 +178,7 @@ class RunsTwice:
                 moved = held.moved()
                 state.has_run([held.slots[i] for i in moved])
                 self._copies = {i: possible[i] for i in moved if i in possible}
+            self._created = state.created(before)
 
     def _possible_copies(self, held: Held, looks: bool) -> dict[int, Tensor]:
         """Index of a slot -> a copy of its tensor, where the forward may be about to change the tensor in place."""
@@ -173,6 +198,12 @@ def _is_state(value: Any) -> bool:
     return type(value) in _PLAIN or isinstance(value, CONTAINERS)
 
 
+def _may_be_made_again(name: Any, value: Any) -> bool:
+    """Whether the second run may create `value` once more: not what has a gradient, nor memopt's own attributes."""
+    is_trained = isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad)
+    return not is_trained and not (isinstance(name, str) and name.startswith("_memopt"))
+
+
 def _add_tables(found: dict[int, dict[Any, Any]], values: Iterable[Any], depth: int = _DEPTH) -> None:
     """Add the dictionaries in `values` and the attribute tables of its objects to `found`, by id; recursively."""
     for value in values:
@@ -180,8 +211,8 @@ def _add_tables(found: dict[int, dict[Any, Any]], values: Iterable[Any], depth: 
             _add_tables(found, value, depth - 1)
             continue
         is_other = isinstance(value, (Tensor, nn.Module, type)) or callable(value)
-        table = value if isinstance(value, dict) else {} if is_other else getattr(value, "__dict__", {})
-        if table and depth and id(table) not in found:
+        table = value if isinstance(value, dict) else None if is_other else getattr(value, "__dict__", None)
+        if table is not None and depth and id(table) not in found:
             found[id(table)] = table
             _add_tables(found, table.values(), depth - 1)
 
