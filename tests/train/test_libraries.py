@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import memopt
+from tests.factories import tiny_inputs, tiny_model
 from tests.zoo.libraries import MODELS, LibraryModel, sentence_transformer
 from tests.zoo.library_rows import built, examine_library
 
@@ -88,3 +89,26 @@ def test_sentence_transformers_trainer_has_the_stock_losses_and_no_warning(loss:
     stock = trained()
     assert len(stock) == 3
     assert trained(memopt.TrainerCallback()) == pytest.approx(stock, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric_trains_a_model_that_computes_its_loss(precision: str) -> None:
+    fabric_of: Any = pytest.importorskip("lightning.fabric", reason="lightning is not installed").Fabric
+    losses = []
+    for patches in (False, True):
+        model: Any = tiny_model("llama").train()
+        if patches:
+            memopt.patch(model)
+        fabric = fabric_of(accelerator="cpu", devices=1, precision=precision)
+        running, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="memopt")
+            for _ in range(3):
+                loss = running(**tiny_inputs("llama")).loss
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(float(loss.detach()))
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if precision == "32-true" else 2e-2)

@@ -37,7 +37,7 @@ from memopt.torch_compat.autograd import (
     unpack_hooks,
     weak_storage,
 )
-from memopt.torch_compat.compiling import keep_result, partition_traced_graph
+from memopt.torch_compat.compiling import eagerly, keep_result, partition_traced_graph
 from memopt.torch_compat.dispatch import (
     FakeTensor,
     FakeTensorMode,

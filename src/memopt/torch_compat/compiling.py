@@ -30,6 +30,12 @@ _PASS = f"{_CONFIG}.joint_custom_pass"
 find(_PASS, None, "a compiled model saves casts of its activations (fp32 adapters)")
 
 
+eagerly: Callable[[Any], Any] = find(
+    "torch._disable_dynamo", lambda function: function, "a compiled function that reads the logits of a model fails"
+)
+"""Decorator: compiled code leaves its graph for calls of the function, which then run in eager mode."""
+
+
 def partition_traced_graph(mark: Callable[[Graph], None]) -> bool:
     """Let the partitioner recompute every elementwise result in backward, in the graph that is being traced right now.
 

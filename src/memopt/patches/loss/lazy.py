@@ -27,7 +27,7 @@ from memopt.patches.loss.kept import note_backward, wait
 from memopt.patches.loss.memory import Memory, empty, shares_memory
 from memopt.patches.loss.metadata import FACTORIES, METADATA
 from memopt.patches.loss.source import Source, note
-from memopt.torch_compat import tensor_hooks_slot, tree_leaves, tree_map, wrapper
+from memopt.torch_compat import eagerly, tensor_hooks_slot, tree_leaves, tree_map, wrapper
 
 #: A function of PyTorch -> the handler that runs it on uncomputed logits, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -62,6 +62,7 @@ class LazyLogits(Tensor):
     """Whether anything was computed from these logits, or made of them."""
 
     @classmethod
+    @eagerly
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__self__", ()) is tensor_hooks_slot:
@@ -384,13 +385,13 @@ _WANT_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad
 
 
 def _waits_for_a_moment(hook: Any) -> bool:
-    """Whether `hook` is a hook of FSDP2 or DeepSpeed that has to run when backward begins.
+    """Whether `hook` is a hook of FSDP2, DeepSpeed or Fabric that has to run when backward begins.
 
-    FSDP2's hook gathers weights. DeepSpeed's hook counts the backward pass and divides the gradient by the number of
+    FSDP2's hook gathers weights. Fabric's checks that backward was called through it. DeepSpeed's hook counts the backward pass and divides the gradient by the number of
     micro-batches; it may do so on the logits or on a result computed from them.
     """
     module = str(getattr(getattr(hook, "func", hook), "__module__", ""))
-    return module.startswith(("torch.distributed.fsdp", "deepspeed.runtime"))
+    return module.startswith(("torch.distributed.fsdp", "deepspeed.runtime", "lightning.fabric", "lightning_fabric"))
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
