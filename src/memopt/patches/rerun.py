@@ -81,7 +81,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
 class Held:
     """The values in some slots at the time of a forward, and the versions of the tensors among them."""
 
-    __slots__ = ("_tensors", "slots", "values", "versions")
+    __slots__ = ("_own", "_tensors", "slots", "values", "versions")
 
     def __init__(self, slots: Sequence[Slot], *, copies: bool = False) -> None:
         """With `copies`, containers are copied, because the forward may change them in place."""
@@ -90,6 +90,18 @@ class Held:
             self.values = list(map(copied, self.values))
         self._tensors = [value for value in self.values if isinstance(value, Tensor)]
         self.versions = versions_of(self._tensors)
+        self._own: set[int] = set()
+
+    def settle(self) -> list[Tensor]:
+        """Called after the forward. Returns the parameters that the forward itself changed, by their versions.
+
+        PEFT registers a parametrisation of a weight in each call (adapters of experts and routers). That counts as a
+        change in place, though no number changes. So :meth:`lent` does not look at versions of these parameters.
+        """
+        moved = (a != b for a, b in zip(versions_of(self._tensors), self.versions, strict=True))
+        own = [each for each, has in zip(self._tensors, moved, strict=True) if has and isinstance(each, nn.Parameter)]
+        self._own = set(map(id, own))
+        return own
 
     @property
     def has_moved(self) -> bool:
@@ -131,7 +143,7 @@ class Held:
                 lent.append((slot, instead[i].clone()))  # the copy stays clean: with retain_graph the module runs again
             elif isinstance(value, Tensor) and now[i] is not value and not _has_memory(value):
                 continue  # sharding freed the forward's tensor and has gathered equal values into another one
-            elif version != expected and (is_read is None or is_read(i, *slot)):
+            elif version != expected and id(value) not in self._own and (is_read is None or is_read(i, *slot)):
                 owner = _name_of(slot, module)
                 raise changed_in_place(f"'{slot[1]}' {list(value.shape)} of {owner}", version, expected, why)
             elif not _is_same(now[i], value):
@@ -243,6 +255,10 @@ class Around:
     def of(cls, module: nn.Module, x: Tensor) -> Around:
         """The conditions of a forward of `module` with input `x` that is about to run."""
         return cls(module, Held(slots_of(module)), autocast_dtype(x), active_modes())
+
+    def settle(self) -> None:
+        """Called after the forward, as :meth:`Held.settle`."""
+        self.held.settle()
 
     @contextmanager
     def again(self, x: Tensor, random: tuple[Tensor, ...], why: str) -> Iterator[None]:

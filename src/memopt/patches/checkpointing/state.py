@@ -7,8 +7,8 @@ second run. So are tensors that the forward itself changes in place, as copies. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention
 from memopt.patches.rerun import ABSENT, CONTAINERS, MODES, NUMBERS, Held, Slot, copied, standing
 from memopt.patches.swap import is_watched
-from memopt.recompute.versions import check_version, versions_of
+from memopt.recompute.versions import changed_in_place, check_version, versions_of
 
 #: Number of first calls in which all state of a block is observed; the first call may create some of it.
 _LOOKS = 2
@@ -50,6 +50,8 @@ class BlockState:
         self.moving: set[tuple[int, str]] = set()
         self.slots: list[Slot] = []
         self.looks, self.decides, self._checked = 0, False, 0
+        self.is_proved = False
+        """Whether the forward was seen not to change numbers of the parameters whose versions it changes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BlockState, ()
@@ -64,7 +66,7 @@ class BlockState:
         self._parts = list(chain.from_iterable(map(dict.values, self._children)))
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
         self._size, self.looks, self.moving = sum(map(len, self._tables)), 0, set()
-        self.decides = False
+        self.decides = self.is_proved = False
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
         inside: dict[int, dict[Any, Any]] = {}
         self._may_grow = []
@@ -102,6 +104,24 @@ class BlockState:
         if self.looks == _LOOKS:
             self.slots = [slot for place, slot in enumerate(self.slots) if self.is_read(place, *slot)]
             self._checked = len(self.slots)
+
+    @contextmanager
+    def proving(self, parameters: Sequence[Tensor], block: nn.Module) -> Iterator[None]:
+        """
+        Raises:
+            RuntimeError: what ran inside, the forward of `block`, has changed numbers of `parameters`.
+        """
+        # Tensors of a trace have no numbers, and sharded ones have not all of them.
+        known = [each for each in parameters if type(each) is nn.Parameter and not each.is_meta and not self.is_proved]
+        before = list(map(_sums, known))
+        try:
+            yield
+        finally:  # also where checkpointing stops the run at the last tensor that it needs
+            for each, was in zip(known, before, strict=True):
+                if not torch.allclose(_sums(each), was, rtol=0, atol=0, equal_nan=True):
+                    name = next((name for name, own in block.named_parameters() if own is each), "a parameter")
+                    raise changed_in_place(f"'{name}' {list(each.shape)}", each._version, each._version - 1, _WHY)
+            self.is_proved |= bool(before)
 
     def is_read(self, place: int, table: dict[Any, Any], name: Any) -> bool:
         """Whether the value in a slot matters: tensors and modes of modules do, others if the forward changed them."""
@@ -153,6 +173,7 @@ class RunsTwice:
         function = functools.partial(self._function, **{name: copied(value) for name, value in named.items()})
         decisions, attention = self._decisions, self._attention
         with (
+            self._state.proving(self._own, self._block),
             standing([*lent, *self._created]),
             self._by_heads,
             nullcontext() if decisions is None else decisions.repeat(),
@@ -179,6 +200,7 @@ class RunsTwice:
                 state.has_run([held.slots[i] for i in moved])
                 self._copies = {i: possible[i] for i in moved if i in possible}
             self._created = state.created(before)
+            self._own = held.settle()
 
     def _possible_copies(self, held: Held, looks: bool) -> dict[int, Tensor]:
         """Index of a slot -> a copy of its tensor, where the forward may be about to change the tensor in place."""
@@ -189,6 +211,14 @@ class RunsTwice:
                 if isinstance(value, Tensor) and (looks or (id(table), name) in self._state.moving)
                 if not isinstance(value, nn.Parameter) and not value.requires_grad and value.numel() <= _LARGEST_COPY
             }
+
+
+@torch.no_grad()
+def _sums(tensor: Tensor) -> Tensor:
+    """Two sums over all numbers of a tensor, without a copy of it: weights of experts are large."""
+    wide = tensor if tensor.is_floating_point() and tensor.itemsize > 1 else tensor.view(torch.uint8).float()
+    total, norm = wide.sum(dtype=torch.float64), torch.linalg.vector_norm(wide, dtype=torch.float64)
+    return torch.stack([total, norm])
 
 
 def _is_state(value: Any) -> bool:

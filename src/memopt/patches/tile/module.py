@@ -119,6 +119,7 @@ def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module,
     # gradient. No cache of autocast: its casts would keep the graph of a tile.
     with saved_tensors_hooks(itself, itself), autocast_as(around.autocast, x):
         joined = _joined(run, x, size)
+    around.settle()
     again = _Again(run, around, size, random if have_moved(random, x) else ())
     reached = [each for each in parameters if id(each) in joined.reached]
     outputs = _Tiles.apply(again, joined, kept.grad_fn, kept, *reached)  # type: ignore[no-untyped-call]
