@@ -61,10 +61,11 @@ def patch(
     Raises:
         NegativeVerdict: the model is already patched, nothing in it can be patched, or nothing fits in `budget`.
         InputsError: the file of inputs cannot be read.
-        ModelError: a tool has partitioned the model, so its parameters are empty.
+        ModelError: it is no torch module, or a tool has partitioned it, so its parameters are empty.
         RecipeError: the recipe is unknown, or folds weights.
     """
     warn_once_of_missing()
+    check_is_module(model)
     if is_patched(model) or shadowed(model):
         raise NegativeVerdict("The model is already patched.", "Call memopt.unpatch(model) first.")
     rules = memory_recipe(recipe)
@@ -77,6 +78,18 @@ def patch(
         _finish(model, applied)
         _say(model, applied.plan)
     return model
+
+
+def check_is_module(model: object) -> None:
+    """
+    Raises:
+        ModelError: `model` is no torch module.
+    """
+    if isinstance(model, nn.Module):
+        return
+    inside = [name for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module)]
+    hint = f"Patch the module inside it: memopt.patch(model.{inside[0]})." if inside else "Pass an nn.Module."
+    raise ModelError(f"memopt patches an nn.Module, and {type(model).__name__} is none.", hint)
 
 
 def memory_recipe(recipe: str | Path | Recipe) -> Recipe:

@@ -321,3 +321,32 @@ def test_what_is_weighted_is_nothing_in_another_thread_or_afterwards():
         z = module(torch.randn(6, 8, requires_grad=True))
     assert z.grad_fn.name() == WeightedFunction.__name__ + "Backward"
     assert weighted.followed.products is None
+
+
+def gemma3n() -> nn.Module:
+    """The model itself multiplies outputs of linears with weights, around its blocks."""
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, hidden_size_per_layer_input=8,
+        num_hidden_layers=2,
+        intermediate_size=[64, 64], num_attention_heads=2, num_key_value_heads=1, head_dim=16, laurel_rank=4,
+        num_kv_shared_layers=0, activation_sparsity_pattern=[0.0, 0.0], layer_types=["full_attention"] * 2,
+        sliding_window=8, use_cache=False,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.Gemma3nForCausalLM(config).train()
+
+
+@pytest.mark.parametrize("by", ["recipe", "the model's switch", "reentrant"])
+def test_blocks_inside_of_the_module_that_multiplies_may_be_checkpointed(by: str) -> None:
+    stock, ours = gemma3n(), gemma3n()
+    settings = ["checkpointing.method=full"] if by == "recipe" else []
+    memopt.patch(ours, memopt.load_recipe("exact-unfolded", settings))
+    if by != "recipe":
+        ours.gradient_checkpointing_enable({"use_reentrant": by == "reentrant"})
+    for _ in range(2):
+        mine, theirs = gradients(ours, IDS), gradients(stock, IDS)
+        assert mine.keys() == theirs.keys()
+        largest = max(each.norm() for each in theirs.values())
+        for name, each in theirs.items():
+            assert (mine[name] - each).norm() <= 1e-5 * each.norm() + 1e-6 * largest, name

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memopt.api import summary
+from memopt.errors import NegativeVerdict
 from memopt.integrations.once import Patching
 from memopt.patches.apply import is_patched
 from memopt.patches.record import warn_once
@@ -21,8 +22,8 @@ class MemoptCallback(Callback):  # type: ignore[misc]
     """Patches the Hugging Face and PEFT models inside a LightningModule before the strategy wraps them.
 
     Models built in `configure_model` are patched when fitting starts. If the strategy shards models (FSDP, DeepSpeed),
-    call `memopt.patch` in `configure_model`. Without a Hugging Face model the whole module is patched. Raises the
-    errors of `memopt.patch`.
+    call `memopt.patch` in `configure_model`. Without a Hugging Face model the whole module is patched, or its children
+    if it has no forward. Raises the errors of `memopt.patch`.
     """
 
     def __init__(
@@ -44,15 +45,29 @@ class MemoptCallback(Callback):  # type: ignore[misc]
             self._patching.patch_once(model, say=trainer.is_global_zero)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for model in _models(pl_module) or [pl_module]:
+        models, nothing = _models(pl_module) or _networks(pl_module), []
+        for model in models:
             if not is_patched(model):
-                self._patching.patch_once(model, say=trainer.is_global_zero)
+                try:
+                    self._patching.patch_once(model, say=trainer.is_global_zero)
+                except NegativeVerdict as error:  # a small part beside the network
+                    nothing.append(error)
+                    continue
             if trainer.is_global_zero:
                 warn_once(model, summary(model).remarks)
+        if len(nothing) == len(models) > 0:
+            raise nothing[0]
 
 
 def _models(module: nn.Module) -> list[nn.Module]:
-    """The outermost models of transformers and PEFT inside `module`."""
-    if isinstance(module, PreTrainedModel) or hasattr(module, "peft_config"):
+    """The outermost models of transformers, PEFT and diffusers inside `module`."""
+    is_model = isinstance(module, PreTrainedModel) or hasattr(module, "peft_config")
+    if is_model or any(base.__module__.startswith("diffusers.") for base in type(module).__mro__):
         return [module]
     return [model for child in module.children() for model in _models(child)]
+
+
+def _networks(module: LightningModule) -> list[nn.Module]:
+    """`module`; its children with parameters if it has no forward of its own, and so is never called."""
+    has_forward = type(module).forward is not LightningModule.forward
+    return [module] if has_forward else [each for each in module.children() if any(True for _ in each.parameters())]

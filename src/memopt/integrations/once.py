@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from memopt.api import memory_recipe, patch, summary
+from memopt.api import check_is_module, memory_recipe, patch, summary
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
 from memopt.prediction.cards import find_card
 
@@ -47,6 +47,7 @@ class Patching:
             batch, seq: the trainer's sizes, for `budget`, where this object has none.
             say: whether this process logs.
         """
+        check_is_module(model)
         before = summary(model)
         with contextlib.nullcontext() if say else _silent():
             if before.modules:

@@ -189,7 +189,8 @@ def replaced_by(module: nn.Module) -> str | None:
             return owner
         name = getattr(layer, "__globals__", {}).get("__name__", type(layer).__module__)
         outermost, owner = outermost or name, owner or (name if _names_arguments(layer) else None)
-    return owner or outermost
+    found = owner or outermost
+    return None if found is not None and found.startswith("torch._dynamo") else found  # it compiles the class's forward
 
 
 def _layers(forward: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -149,7 +150,9 @@ def _one_thread() -> Iterator[None]:
 
 def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:
     """Sites of one model, found by structure alone: producers, consumers, and which folds are legal; none is proved."""
-    with plain_functions(model):
+    # The model's code may warn of inputs that no user passed.
+    with plain_functions(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         observed = observe(model, inputs, with_labels=True)
     mode, labels = observed.mode, observed.labels
     assert labels is not None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward, without_autocast
 from memopt.recompute.specs import RecomputeSpec
-from memopt.torch_compat import grouped_mm
+from memopt.torch_compat import checkpointing_hook, grouped_mm
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,19 @@ class Products:
 
 
 class _Followed(threading.local):
-    products: Products | None = None
+    held: tuple[Products, object] | None = None
+    """The products, and the checkpointed region in which they are followed."""
+
+    @property
+    def products(self) -> Products | None:
+        """Where memopt's linears in this thread note their products; None if products are not followed.
+
+        A checkpointed region further inside runs again without what follows products, so they are not followed there.
+        """
+        held = self.held
+        return None if held is None or checkpointing_hook() is not held[1] else held[0]
 
 
-#: memopt's linears in this thread note their products in its `products`; None if products are not followed.
 followed = _Followed()
 
 

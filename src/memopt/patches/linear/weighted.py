@@ -25,7 +25,7 @@ from memopt.kernels.linear.weighted import Product, Products, followed, weighted
 from memopt.patches.functions import FollowingMode, may_follow
 from memopt.saved.kept import ShapeOnly
 from memopt.saved.scope import recomputes, saving_shape_of
-from memopt.torch_compat import grouped_mm, no_torch_function, tensor_hooks
+from memopt.torch_compat import checkpointing_hook, grouped_mm, no_torch_function, tensor_hooks
 
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _MULTIPLIES = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
@@ -41,17 +41,18 @@ def weighted_products(module: nn.Module, given: object) -> AbstractContextManage
 
 class _Following(FollowingMode):
     def __enter__(self) -> Any:
-        self._products = followed.products = Products()
+        self._before, self._products = followed.held, Products()
+        followed.held = self._products, checkpointing_hook()
         self._chosen: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        followed.products = None
+        followed.held = self._before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        look = _LOOKS.get(func) if torch.is_grad_enabled() else None
+        look = _LOOKS.get(func) if torch.is_grad_enabled() and followed.products is self._products else None
         return func(*args, **kwargs) if look is None else look(self, func, args, kwargs)
 
     def _product(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
