@@ -264,3 +264,38 @@ def test_a_refused_module_stands_for_the_site_in_it_or_around_it(module):
     expected = [] if module == "head.other" else [Entry("linear", "head.around", "keep", "no")]
     assert list(left.refusals) == expected
     assert [entry.kind for entry in left.rewrites].count("loss") == 2
+
+
+def test_what_is_no_module_is_refused_with_the_module_inside_it() -> None:
+    class Wrapper:
+        def __init__(self) -> None:
+            self.name, self.body = "a", tiny_model("bert")
+
+    with pytest.raises(ModelError, match=r"an nn\.Module, and Wrapper is none") as caught:
+        memopt.patch(Wrapper())  # type: ignore[type-var]
+    assert caught.value.hint == "Patch the module inside it: memopt.patch(model.body)."
+    with pytest.raises(ModelError, match="and dict is none"):
+        memopt.patch({})  # type: ignore[type-var]
+
+
+def test_warnings_of_the_models_code_in_the_walk_are_not_shown() -> None:
+    class Warns(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = tiny_model("bert")
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            warnings.warn("deprecated", stacklevel=1)
+            return self.body(input_ids=input_ids).logits
+
+    model = Warns()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memopt.patch(model, inputs={"input_ids": torch.ones(1, 8, dtype=torch.long)})
+    with pytest.warns(UserWarning, match="deprecated"):
+        model(torch.ones(1, 8, dtype=torch.long))
+
+
+def test_a_compiled_model_is_no_model_whose_forward_was_replaced() -> None:
+    model = torch.compile(tiny_model("llama"), backend="eager")
+    assert not memopt.summary(memopt.patch(model)).remarks

@@ -70,11 +70,9 @@ class PatchResult:
     emitted: tuple[str, ...] = ()
     """Files for training engines."""
 
-    def __str__(self) -> str:
-        done = "Wrote" if self.written else "Would write"
-        return "\n".join(map(printable, (f"{done} {self.out}", *str(self.plan).splitlines(), *self.notes)))
-
-    __repr__ = __str__
+    def __repr__(self) -> str:  # of `print` too
+        done = f"{'Wrote' if self.written else 'Would write'} {self.out}"
+        return printable("\n".join((done, str(self.plan), *self.notes)), "\n")
 
 
 @generators_kept()

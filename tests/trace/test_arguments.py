@@ -114,6 +114,21 @@ def test_a_step_of_a_model_that_reads_no_text_alone_is_traced(
     assert [note.partition(" 3 x ")[0] for note in found.before.notes if note.startswith("Inputs: ")] == [said]
 
 
+def test_parts_for_images_that_do_not_run_are_named(tmp_path: Path) -> None:
+    text = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 32, "patch_size": 16}  # fmt: skip
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=63, architectures=["LlavaForConditionalGeneration"]
+    )
+    config.save_pretrained(tmp_path)
+    found = compare_training(Request(tmp_path, batch=1, seq=24))
+    said = [note for note in found.before.notes if note.startswith("Inputs: ")]
+    assert len(said) == 1
+    assert said[0].startswith("Inputs: text alone. The model's vision part does not run: ")
+
+
 @pytest.mark.parametrize(("config", "is_read"), [(towers(), False), (patches(), True)], ids=["towers", "patches"])
 def test_inputs_whose_values_are_read_are_told_from_others(config: PreTrainedConfig, is_read: bool) -> None:
     sites = find_sites(build_meta(config))

@@ -252,6 +252,25 @@ def test_a_linear_to_which_peft_cannot_add_is_named_with_the_remedy() -> None:
     assert "--lora-targets down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj;" in caught.value.hint
 
 
+def test_linears_that_peft_refuses_are_not_proposed_instead() -> None:
+    config = transformers.Mamba2Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16, state_size=8, n_groups=1,
+        architectures=["Mamba2ForCausalLM"],
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="'out_proj' is incompatible") as caught:
+        trace_account(Step(config, Training(seq=24, train="lora"), find_sites(build_meta(config))))
+    assert caught.value.hint == "Name others with --lora-targets; the blocks have: in_proj."
+
+
+def test_a_dtype_that_a_model_does_not_run_in_names_the_precision() -> None:
+    config = transformers.XLNetConfig(
+        vocab_size=64, d_model=32, n_layer=1, n_head=2, d_inner=48, architectures=["XLNetLMHeadModel"]
+    )
+    with pytest.raises(ModelError, match="expected scalar type") as caught:
+        trace_account(Step(config, Training(seq=24), find_sites(build_meta(config))))
+    assert caught.value.hint == "Use another --precision."
+
+
 def test_a_missing_peft_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match="needs peft"):

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import memopt
+from memopt.errors import NegativeVerdict
 from memopt.integrations.lightning import MemoptCallback
 from memopt.patches.apply import is_patched
 from tests.factories import tiny_inputs, tiny_model
@@ -77,3 +78,57 @@ def test_a_model_that_is_patched_already_is_left_alone() -> None:
     module = Module("llama", by_hand=True)
     run(module, MemoptCallback("exact-levels"))
     assert memopt.summary(module.model).recipe == "exact-unfolded"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(self.act(self.up(self.norm(x))))
+        return result
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(50, 16), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class OfNetworks(Module):
+    """Has no forward of its own; its network, and a criterion in which nothing can be patched, are children."""
+
+    def __init__(self) -> None:
+        super().__init__("none", where="configure_model")
+        self.net, self.criterion = Net(), nn.Bilinear(16, 16, 1)
+
+    def configure_model(self) -> None: ...
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x = self.net(torch.arange(24).view(2, 12))
+        loss = self.criterion(x, x).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.filterwarnings("error:memopt")
+@pytest.mark.parametrize("inputs", [None, {"ids": torch.arange(24).view(2, 12)}])
+def test_networks_of_a_module_without_a_forward_are_patched(inputs: Any) -> None:
+    module = OfNetworks()
+    run(module, MemoptCallback(inputs=inputs))
+    assert memopt.summary(module.net).modules >= 4
+    assert not is_patched(module.criterion)
+
+
+def test_a_module_with_nothing_to_patch_is_refused() -> None:
+    module = OfNetworks()
+    module.net = nn.Identity()
+    with pytest.raises(NegativeVerdict):
+        run(module, MemoptCallback())

@@ -55,7 +55,7 @@ class MemoptCallback(Callback):  # type: ignore[misc]
                     continue
             if trainer.is_global_zero:
                 warn_once(model, summary(model).remarks)
-        if len(nothing) == len(models) > 0:
+        if len(nothing) == len(models):
             raise nothing[0]
 
 
@@ -68,6 +68,6 @@ def _models(module: nn.Module) -> list[nn.Module]:
 
 
 def _networks(module: LightningModule) -> list[nn.Module]:
-    """`module`; its children with parameters if it has no forward of its own, and so is never called."""
-    has_forward = type(module).forward is not LightningModule.forward
-    return [module] if has_forward else [each for each in module.children() if any(True for _ in each.parameters())]
+    """`module`, or if it has no forward, and so is never called, the children of several layers."""
+    found = [each for each in module.children() if any(True for _ in each.children())]
+    return [module] if type(module).forward is not LightningModule.forward else found or [module]

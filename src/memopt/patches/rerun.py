@@ -92,7 +92,7 @@ class Held:
         self.versions = versions_of(self._tensors)
         self._own: set[int] = set()
 
-    def settle(self) -> list[Tensor]:
+    def settle(self) -> list[nn.Parameter]:
         """Called after the forward. Returns the parameters that the forward itself changed, by their versions.
 
         PEFT registers a parametrisation of a weight in each call (adapters of experts and routers). That counts as a
@@ -255,10 +255,6 @@ class Around:
     def of(cls, module: nn.Module, x: Tensor) -> Around:
         """The conditions of a forward of `module` with input `x` that is about to run."""
         return cls(module, Held(slots_of(module)), autocast_dtype(x), active_modes())
-
-    def settle(self) -> None:
-        """Called after the forward, as :meth:`Held.settle`."""
-        self.held.settle()
 
     @contextmanager
     def again(self, x: Tensor, random: tuple[Tensor, ...], why: str) -> Iterator[None]:

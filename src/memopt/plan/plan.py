@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memopt.errors import printable
 from memopt.patches.base import LEFT, READS, Entry, Patch, PlanView, Rows, Rules, matches
 from memopt.patches.registry import patches, rows
 from memopt.plan.recipe import Recipe
@@ -24,10 +25,8 @@ class Plan:
     sites: Sites
     entries: tuple[Entry, ...]
 
-    def __str__(self) -> str:
-        return "\n  ".join((f"Recipe '{self.recipe.name}':", *coverage_totals(self)))
-
-    __repr__ = __str__
+    def __repr__(self) -> str:  # of `print` too
+        return printable("\n  ".join((f"Recipe '{self.recipe.name}':", *coverage_totals(self))), "\n")
 
     @property
     def rewrites(self) -> tuple[Entry, ...]:

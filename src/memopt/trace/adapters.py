@@ -48,9 +48,10 @@ def add_adapters(
     try:
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
     except ValueError as error:
+        others = [name for name in _names(sites) if f"'{name}'" not in str(error)]
         raise ModelError(
             f"PEFT cannot adapt these linears: {one_line(error)}.",
-            f"Name others with --lora-targets; the blocks have: {', '.join(_names(sites))}.",
+            f"Name others with --lora-targets; the blocks have: {', '.join(others)}.",
         ) from error
     except RuntimeError as error:
         if "allocate memory" not in str(error):

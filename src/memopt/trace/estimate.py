@@ -122,7 +122,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
             if "labels" not in arguments:
                 notes.append("Loss: none, since no labels were found that give one; its outputs count as they are.")
             if inputs is None:
-                notes.extend(_sizes(arguments))
+                notes.extend(_sizes(config, arguments))
             yield TracedModel(model, trained, run, choices, arguments, tuple(notes))
     except ModelError as error:
         raise ModelError(error.message, error.hint or (PASS_INPUTS if inputs is None else None)) from error
@@ -132,20 +132,25 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         if "can't allocate memory" in str(error):
             size = f"batch {training.batch}" + (f" x {training.seq} tokens" if training.seq else "")
             raise ModelError(f"{size.capitalize()} is too large to trace here.", "Use a smaller --batch.") from error
+        hint = "Use another --precision." if "expected scalar type" in str(error) else PASS_INPUTS
         raise ModelError(
             f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
-            None if inputs is not None else PASS_INPUTS,
+            None if inputs is not None else hint,
         ) from error
 
 
-def _sizes(arguments: Mapping[str, Any]) -> list[str]:
-    """A note with the shapes of images, sounds and other floating inputs."""
+def _sizes(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> list[str]:
+    """A note with the shapes of images, sounds and other floating inputs, or that parts for them do not run."""
     sizes = [
         f"{name} {' x '.join(map(str, value.shape))}"
         for name, value in arguments.items()
         if isinstance(value, Tensor) and value.is_floating_point() and name != "labels" and not name.endswith("mask")
     ]
-    return [f"Inputs: {', '.join(sizes)}; others with --inputs batch.pt."] if sizes else []
+    if sizes:
+        return [f"Inputs: {', '.join(sizes)}; others with --inputs batch.pt."]
+    idle = [each for each in ("vision", "audio", "speech") if getattr(config, f"{each}_config", None) is not None]
+    why = "memory for them is not counted; for a step with them, give a batch: --inputs batch.pt"
+    return [f"Inputs: text alone. The model's {' and '.join(idle)} part does not run: {why}."] if idle else []
 
 
 def _without_layerdrop(config: PreTrainedConfig) -> PreTrainedConfig:

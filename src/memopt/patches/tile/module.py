@@ -119,7 +119,7 @@ def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module,
     # gradient. No cache of autocast: its casts would keep the graph of a tile.
     with saved_tensors_hooks(itself, itself), autocast_as(around.autocast, x):
         joined = _joined(run, x, size)
-    around.settle()
+    around.held.settle()
     again = _Again(run, around, size, random if have_moved(random, x) else ())
     reached = [each for each in parameters if id(each) in joined.reached]
     outputs = _Tiles.apply(again, joined, kept.grad_fn, kept, *reached)  # type: ignore[no-untyped-call]
@@ -189,7 +189,8 @@ def _joined(run: Run, x: Tensor, size: int) -> _Joined:
 
 def _leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """The leaves of the graph of `outputs`."""
-    left, seen = [each.grad_fn for each in outputs], {None}
+    left: list[Any] = [each.grad_fn for each in outputs]
+    seen: set[Any] = {None}
     while left:
         node = left.pop()
         if node not in seen:
