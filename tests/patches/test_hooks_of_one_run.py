@@ -1,0 +1,77 @@
+"""Hooks that are there in only one of the two runs of a checkpointed block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+import memopt
+from memopt.torch_compat import module_hooks
+from tests.factories import tiny_inputs, tiny_model
+from tests.patches.test_runs_twice import assert_same
+
+RECIPES = {
+    "full": ("exact-unfolded", ("checkpointing.method=full",)),
+    "attention kept": ("exact-unfolded", ("checkpointing.method=full", "checkpointing.keep=attention")),
+    "levels": ("exact-levels", ()),
+    "long context": ("long-context", ()),
+}
+PLACES = {"llama": ("q_proj", "input_layernorm", "mlp", "act_fn"), "bert": ("query", "LayerNorm", "intermediate")}
+#: Ways to register a hook that does nothing but note a call.
+HOOKS = {
+    "forward": lambda module, note: module.register_forward_hook(lambda *_: note()),
+    "pre": lambda module, note: module.register_forward_pre_hook(lambda *_: note()),
+    "with arguments": lambda module, note: module.register_forward_pre_hook(lambda *_: note(), with_kwargs=True),
+    "backward": lambda module, note: module.register_full_backward_hook(lambda *_: note()),
+}
+
+
+def hooked(model: nn.Module, end: str, kind: str, calls: list[int]) -> list[RemovableHandle]:
+    there = [module for name, module in model.named_modules() if name.endswith(end)]
+    assert there
+    return [HOOKS[kind](module, lambda: calls.append(1)) for module in there]
+
+
+def tables(model: nn.Module) -> list[dict[int, Any]]:
+    return [dict(table) for module in model.modules() for table in module_hooks(module)]
+
+
+@pytest.mark.parametrize("when", ["forward", "between", "other outputs"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("name", PLACES)
+def test_hooks_that_are_removed_or_added_before_backward(name: str, kind: str, recipe: str, when: str) -> None:
+    inputs, found, counted = tiny_inputs(name), [], []
+    for patches in (False, True):
+        model = tiny_model(name).train()
+        if patches:
+            memopt.patch(model, memopt.load_recipe(*RECIPES[recipe]))
+        gradients: dict[str, Any] = {}
+        for place in PLACES[name]:
+            calls: list[int] = []
+            model.zero_grad()
+            handles = hooked(model, place, kind, calls) if when == "forward" else []
+            loss = model(**inputs).loss
+            for handle in handles:
+                handle.remove()
+            if when == "between":
+                handles = hooked(model, place, kind, calls)
+            elif when == "other outputs":  # transformers registers hooks of its own in this call
+                model(**inputs, output_hidden_states=True, output_attentions=True)
+            before = tables(model)
+            if kind != "backward":
+                counted.append(len(calls))
+            loss.backward()
+            if kind != "backward" and recipe != "levels":  # a linear whose output is recomputed calls its hooks again
+                assert len(calls) == counted[-1]
+            assert tables(model) == before
+            for handle in handles:
+                handle.remove()
+            gradients |= {f"{place} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append(gradients)
+    assert_same(found[1], found[0], 1e-5)
+    half = len(counted) // 2
+    assert counted[:half] == counted[half:]
