@@ -20,6 +20,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.filterwarnings("error:memopt")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 @pytest.mark.parametrize("backwards", ["in order", "both at the end"])

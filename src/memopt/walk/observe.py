@@ -129,7 +129,7 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "batched_mm"
         # PEFT's wrapper of one parameter enters torch.autocast for its device, and autocast does not support meta.
-        if hasattr(module, "parameter_name") and hasattr(module, "_disable_adapters"):
+        if _wraps_a_parameter(module):
             vars(module)["_disable_adapters"] = True
     with _one_thread():
         sites = find_sites(clone, inputs)
@@ -225,9 +225,17 @@ def _hidden_size(config: Any, norms: Sequence[NormSite]) -> int:
     return max(widths, key=lambda width: (widths[width], width), default=0)
 
 
+def _wraps_a_parameter(module: nn.Module) -> bool:
+    """Whether `module` is PEFT's wrapper of one parameter of a module (experts, routers)."""
+    return hasattr(module, "parameter_name") and hasattr(module, "_disable_adapters")
+
+
 def _unseen(model: nn.Module, observed: Observed) -> str:
     """One sentence on the modules that no call reached, if they hold at least `_LARGE_PART` of the parameters."""
-    own = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
+    wrappers = [module for module in model.modules() if _wraps_a_parameter(module)]  # their adapters are switched off
+    adapters = (its for each in wrappers for name, its in each.named_children() if name != "base_layer")
+    off = {id(module) for its in adapters for module in its.modules()}
+    own = {n: list(each.parameters(recurse=False)) for n, each in model.named_modules() if id(each) not in off}
     visited, read = observed.mode.visited, observed.mode.parameters.read
     reached = read.union(id(each) for name in visited for each in own.get(name, ()))  # by another module, if tied
 
