@@ -13,6 +13,7 @@ from memopt.prediction.alternatives import headline
 from memopt.prediction.headline import Headline
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
+from memopt.reporting.headline import columns
 from memopt.trace.estimate import has_table_of_positions
 from memopt.trace.training import Request, Step, Training
 from memopt.walk.models.build import build_meta
@@ -131,7 +132,9 @@ def test_the_search_ends_at_the_last_batch_that_the_model_takes() -> None:
         vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, architectures=["GPT2ForSequenceClassification"]
     )
     about = Step(config, Training(1, 16), sites_of(config), load_recipe("exact-unfolded"))
-    assert str(headline(Request("a model"), gpu="1GiB", step=about).patched.batch) == "1 or more"
+    found = headline(Request("a model"), gpu="1GiB", step=about)
+    assert str(found.patched.batch) == "1 or more"
+    assert columns(found)["batch"](found.patched)[0] == "1+"
 
 
 def test_tensors_of_tokens_and_a_width_of_the_same_size_are_not_taken_for_attention() -> None:

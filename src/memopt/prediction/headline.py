@@ -184,8 +184,8 @@ class Headline:
         if not self.patched.saves_beside(self.stock):
             return self._nothing()
         share = saved / self.stock.total
-        names = [name for name in ("saved activations", "loss") if before[name] != after[name]]
         number, unit = self._numbers()
+        names = [name for name in ("saved activations", "loss") if number(before[name]) != number(after[name])]
         changed = ", ".join(f"{name} {number(before[name])} -> {number(after[name])}" for name in names)
         of_all = f"{gib(saved)} of {gib(self.stock.total)} ({100 * share:.0f} %)"
         return f"{of_all}: {changed}{unit}" if changed else of_all

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memopt.prediction.headline import Headline, Way, gib
+from memopt.prediction.headline import Headline, Largest, Way, gib
 from memopt.reporting.text import as_text, line, percent
 
 
@@ -86,9 +86,14 @@ def columns(headline: Headline) -> dict[str, Callable[[Way], tuple[str, Any]]]:
     found["FLOPs"] = lambda way: (percent(way.flops - 1), way.flops)
     found["moved"] = lambda way: (percent(way.moved - 1), way.moved)
     if by_length:
-        found["longest"] = lambda way: (str(way.seq or ""), way.seq.value if way.seq else 0)
+        found["longest"] = lambda way: (_cell(way.seq), way.seq.value if way.seq else 0)
         found["on CPU"] = lambda way: (gib(held), held) if (held := way.seq.offloaded if way.seq else 0) else ("", 0)
     elif stock.batch is not None:
-        found["batch"] = lambda way: (str(way.batch or ""), way.batch.value if way.batch else 0)
+        found["batch"] = lambda way: (_cell(way.batch), way.batch.value if way.batch else 0)
     found["gradients"] = lambda way: (way.accuracy,) * 2
     return found
+
+
+def _cell(largest: Largest | None) -> str:
+    """A narrow cell: a wider table would break headings at 80 columns."""
+    return str(largest or "").replace(" or more", "+")
