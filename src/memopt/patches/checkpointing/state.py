@@ -221,10 +221,10 @@ class RunsTwice:
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> Tensor:
-    """Two sums over all numbers of a tensor, without a copy of it: weights of experts are large."""
-    wide = tensor if tensor.is_floating_point() and tensor.itemsize > 1 else tensor.view(torch.uint8).float()
-    total, norm = wide.sum(dtype=torch.float64), torch.linalg.vector_norm(wide, dtype=torch.float64)
-    return torch.stack([total, norm])
+    """Sums over all numbers of a floating tensor, without a copy of it: weights of experts are large."""
+    if tensor.itemsize == 1:
+        return tensor.view(torch.uint8).sum(dtype=torch.float64)
+    return torch.stack([tensor.sum(dtype=torch.float64), torch.linalg.vector_norm(tensor, dtype=torch.float64)])
 
 
 def _is_state(value: Any) -> bool:
