@@ -648,4 +648,47 @@ FAULTS: tuple[Fault, ...] = (
         "if False:",
         ("tests/fuzz/test_readers.py", "-k", "no_parser and often"),
     ),
+    # What a block's second run finds, and logits that are read late.
+    Fault(
+        "the second run finds the state that the first created",
+        "standing([*lent, *self._created]),",
+        "standing(lent),",
+        ("tests/patches/test_created_state.py",),
+    ),
+    Fault(
+        "the second run has other hooks than the first",
+        "            _hooks_as_before(self._hooked),\n",
+        "",
+        ("tests/patches/test_hooks_of_one_run.py", "-k", "full"),
+    ),
+    Fault(
+        "a forward that changes its own weights counts as one that changes none",
+        "if not torch.allclose(_sums(each), was, rtol=0, atol=0, equal_nan=True):",
+        "if False:",
+        ("tests/patches/test_experts_again.py", "-k", "error_in_every_step"),
+    ),
+    Fault(
+        "products are followed into checkpointed regions",
+        "return None if held is None or checkpointing_hook() is not held[1] else held[0]",
+        "return None if held is None else held[0]",
+        ("tests/patches/test_weighted.py", "-k", "may_be_checkpointed"),
+    ),
+    Fault(
+        "parameters that no tile reaches get a gradient",
+        "reached = [each for each in parameters if id(each) in joined.reached]",
+        "reached = parameters",
+        ("tests/patches/test_tile_graphs.py",),
+    ),
+    Fault(
+        "logits that are read late compare versions alone",
+        "compares = values and (snapshot.is_late or snapshot.is_on_cpu)",
+        "compares = values and not self.head.records",
+        ("tests/patches/test_loss_kept.py",),
+    ),
+    Fault(
+        "logits kept from inside a closure wait for the next step",
+        "    if _is_inside_a_step():\n",
+        "    if False:\n",
+        ("tests/patches/test_loss_kept.py",),
+    ),
 )
