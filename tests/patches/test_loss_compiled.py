@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import memopt
-from memopt import torch_compat
 from tests.factories import tiny_inputs, tiny_model
 
 READERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -45,15 +44,3 @@ def test_a_compiled_loss_of_an_eager_model(name: str, backend: str) -> None:
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7
-
-
-def test_a_function_that_runs_eagerly_is_not_compiled() -> None:
-    seen: list[bool] = []
-
-    @torch_compat.eagerly
-    def note(x: Tensor) -> Tensor:
-        seen.append(torch.compiler.is_compiling())
-        return x + 1
-
-    torch.compile(lambda x: note(x) * 2, backend="eager")(torch.ones(2))
-    assert seen == [False]

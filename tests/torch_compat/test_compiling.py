@@ -108,3 +108,15 @@ def test_what_a_policy_selects_is_not_computed_again() -> None:
     with Count() as count:
         checkpoint(lambda t: t.relu().exp().tanh(), leaf(2, 2), **arguments).sum().backward()
     assert (count.computed.count("relu"), count.computed.count("exp")) == (2, 1)
+
+
+def test_a_function_that_runs_eagerly_is_not_compiled() -> None:
+    seen: list[bool] = []
+
+    @torch_compat.eagerly
+    def note(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    torch.compile(lambda x: note(x) * 2, backend="eager")(torch.ones(2))
+    assert seen == [False]

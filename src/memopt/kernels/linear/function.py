@@ -90,13 +90,15 @@ def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Reco
     dtype = autocast_dtype(x) if any_autocast_enabled() else None
     if dtype is not None and x.dtype in (dtype, torch.float64):  # autocast leaves fp64 as it is
         dtype = None
-    is_free = not tensor_hooks(x) and not x.retains_grad and followed.products is None
+    # A property costs a call, and few modules follow products.
+    is_followed = followed.held is not None and followed.products is not None
+    is_free = not tensor_hooks(x) and not x.retains_grad and not is_followed
     if fuses and dtype is None and spec.differentiate is not None and is_free:
         differentiate, spec.differentiate = spec.differentiate, None
         assert spec.saved is not None
         return fused_linear(differentiate, lambda *_: x, weight, bias, *spec.saved)
     y: Tensor = RecomputedInputFunction.apply(x, weight, bias, spec, dtype)
-    return y if followed.products is None else noted(y, x, weight, bias, spec)
+    return noted(y, x, weight, bias, spec) if is_followed else y
 
 
 def fused_linear(

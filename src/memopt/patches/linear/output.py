@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import recomputed_output
 from memopt.patches.rerun import Around, have_moved, is_on_gpu, random_states
-from memopt.patches.swap import is_watched, steps_aside, swap_forward
+from memopt.patches.scope import ScopeRewrite
+from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward, swap_state
 from memopt.recompute.specs import shared_cast
 from memopt.recompute.versions import with_witness
 from memopt.saved.scope import in_a_scope
-from memopt.torch_compat import FakeTensor, is_checkpointed_region, module_hooks
+from memopt.torch_compat import FakeTensor, fsdp_takes_back, is_checkpointed_region, module_hooks, modules_that_run
 
 _WHY = ", since the module's output is recomputed. Change weights after backward"
 
@@ -82,6 +83,8 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     # A tool that replaces the forward of an instance (offloading) may load the weights only during its calls.
     if not is_saved or _is_wrapped(module) or (is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):
         return stock(module, x)
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and _frees_its_weights():
+        return stock(module, x)
     around = Around.of(module, x)
     may_draw = module.training and bool(module._modules)
     random = random_states(x) if may_draw else ()
@@ -91,6 +94,14 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     if may_draw and not have_moved(random, x):
         random = ()
     return with_witness(recomputed_output(y, x, _Again(stock, module, around, random)))
+
+
+def _frees_its_weights() -> bool:
+    """Whether the running linear is of an FSDP2 unit inside of its block, such as an MLP: a reader of the output in
+    another unit runs backward when this unit has no whole weights."""
+    unit = next(filter(fsdp_takes_back, modules_that_run()), None)
+    state = swap_state(unit) if unit is not None and is_swapped(unit) else None
+    return unit is not None and not (isinstance(state, ScopeRewrite) or hasattr(state, "is_checkpointed"))
 
 
 @dataclass(frozen=True, eq=False)

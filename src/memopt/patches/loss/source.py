@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from memopt.environment.partitioned import is_partitioned, version_of_partitioned
 from memopt.kernels.base.autograd import as_leaf, autocast_as
 from memopt.recompute.expression import Step, after
-from memopt.torch_compat import FakeTensor, storage_id
+from memopt.torch_compat import FakeTensor, no_dispatch, storage_id
 
 #: For each tensor its version (the number of changes in place) and its storage.
 Versions = tuple[tuple[int, int], ...]
@@ -121,11 +121,12 @@ class Snapshot:
         """About a thousand numbers of each tensor: a small step of an optimizer changes few bf16 numbers. On a GPU they
         stay there, since copying them would wait for it."""
         found: list[Any] = []
-        for tensor in self._tensors:
-            count = round(1024 ** (1 / max(1, tensor.dim())))
-            few = tensor[tuple(slice(None, None, max(1, n // count)) for n in tensor.shape)]
-            few = few.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-            found.append(few.numpy().tobytes() if few.is_cpu else few)
+        with no_dispatch():  # modes around the call may round results
+            for tensor in self._tensors:
+                count = round(1024 ** (1 / max(1, tensor.dim())))
+                few = tensor[tuple(slice(None, None, max(1, n // count)) for n in tensor.shape)]
+                few = few.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+                found.append(few.numpy().tobytes() if few.is_cpu else few)
         return found
 
 
