@@ -90,9 +90,8 @@ def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: 
         return down(_product(rewrite, *gate_up))
     # A call of `down` would be F.linear with its weight and bias.
     y = None
-    if (
-        followed.held is None or followed.products is None
-    ):  # else a later multiplication of y needs the input of this product
+    # Where products are followed, a later multiplication of y needs the input of this product.
+    if followed.held is None or followed.products is None:
         y = gated_linear(*gate_up, rewrite.activation, rewrite.form == "gate_up", weight, bias)
     return linear(_product(rewrite, *gate_up), weight, bias) if y is None else y
 
