@@ -22,6 +22,7 @@ from memopt.patches.compiled import is_being_compiled
 from memopt.patches.reads import Reads
 from memopt.saved.observer import is_observed
 from memopt.torch_compat import (
+    compiled_module,
     forward_mode_level,
     has_any_global_hook,
     interpreter_stack,
@@ -183,14 +184,15 @@ def replaced_by(module: nn.Module) -> str | None:
     hooks do. A wrapper with named arguments counts as a replacement: TRL's computes the loss itself if it is asked to,
     and calls the stock forward otherwise.
     """
+    if compiled_module(module) is not None:
+        return None  # it compiles the forward of the module inside
     own, owner, outermost = _layers(type(module).forward), None, None
     for layer in _layers(vars(module).get("forward")):
         if layer in own:
             return owner
         name = getattr(layer, "__globals__", {}).get("__name__", type(layer).__module__)
         outermost, owner = outermost or name, owner or (name if _names_arguments(layer) else None)
-    found = owner or outermost
-    return None if found is not None and found.startswith("torch._dynamo") else found  # it compiles the class's forward
+    return owner or outermost
 
 
 def _layers(forward: Any) -> list[Any]:

@@ -159,7 +159,7 @@ class RunsTwice:
         self._arguments = _tensors_in([*named.values(), *(value for value in given if not isinstance(value, Tensor))])
         self._held: Held | None = None
         self._created: list[tuple[Slot, Any]] = []
-        """What the forward created, as in :meth:`BlockState.created`."""
+        """The slots that the forward created, as in :meth:`BlockState.created`."""
         self._copies: dict[int, Tensor] = {}
         """Index of a slot -> a copy of its tensor from before the forward changed it."""
 
