@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.kernels.replay import function as replay_function
+from memopt.patches.replay.module import patch_replay
+from memopt.torch_compat import FakeTensorMode
 from memopt.trace.account import account
-from memopt.trace.timeline import step
+from memopt.trace.timeline import record, step
+from memopt.walk.sites import NormSite
 from tests.factories import tiny_inputs, tiny_model
 
 ROWS, WIDTH = 64, 8
@@ -101,6 +106,52 @@ def test_what_backward_recomputes_is_told_and_in_which_module(patched: bool, che
     in_backward = {life.module for life, kind in found.at_peak if kind != "saved" and life.birth.shape}
     assert any(module.startswith("model.layers.") for module in in_backward)
     assert allocated_in <= {"", *dict(model.named_modules())}
+
+
+class Gated(nn.Module):
+    """A norm, times a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * gate
+
+
+class AroundGated(nn.Module):
+    """A gated norm that runs again in backward, between two linears."""
+
+    def __init__(self, *, by_rows: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, 2 * WIDTH), Gated(), nn.Linear(WIDTH, WIDTH)
+        patch_replay(self.norm, NormSite("norm", "gated", WIDTH, 0.0, "weight", None, 0, "after", by_rows=by_rows))
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(loss=self.last(self.norm(*self.first(x).chunk(2, -1))).sum())
+
+
+def test_pieces_of_a_norm_take_less_and_as_much_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_function, "LEAST", 8 * WIDTH)
+    peaks = []
+    for by_rows, mode in ((False, nullcontext()), (True, nullcontext()), (True, FakeTensorMode())):
+        with mode:
+            model, x = AroundGated(by_rows=by_rows), torch.randn(ROWS, WIDTH)
+            peaks.append(step(model, lambda model=model, x=x: model(x)).peak)  # type: ignore[misc]
+    whole, by_pieces, of_fake = peaks
+    assert by_pieces == of_fake
+    assert by_pieces < whole - 2 * VECTOR
+
+
+def test_allocations_of_a_function_that_backward_runs_again_have_its_module() -> None:
+    model = AroundGated()
+    x = torch.randn(ROWS, WIDTH)
+    found = record(model, lambda: model(x))
+    backward = {life for life in found.events[found.forward_ends :] if life.born >= found.forward_ends}
+    of_rows = {life for life in backward if life.nbytes >= VECTOR and life not in found.gradients}
+    kinds = {(life.module, found.kind_of(life, found.forward_ends)) for life in of_rows}
+    of_norm = {("norm", "recomputed"), ("norm", "gradients"), ("norm", "temporaries")}
+    assert kinds == of_norm | {("last", "gradients")}
 
 
 @pytest.mark.parametrize("patched", [False, True])

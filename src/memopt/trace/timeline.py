@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from bisect import bisect_right
@@ -41,8 +42,11 @@ KINDS: dict[Kind, str] = {
     "temporaries": "temporaries of one operation",
 }
 #: Modules whose functions, where backward calls them, compute saved tensors again.
-_RECOMPUTING = frozenset({"memopt.recompute.specs", "memopt.saved.handles", "torch.utils.checkpoint"})
-_ENGINE_CALLER = run_backward.__module__
+_RECOMPUTING = frozenset(
+    {"memopt.kernels.replay.function", "memopt.recompute.specs", "memopt.saved.handles", "torch.utils.checkpoint"}
+)
+#: Modules that call the engine: for the step's backward, and for one inside of it.
+_ENGINE_CALLERS = frozenset({run_backward.__module__, "torch.autograd"})
 
 
 class Timeline(StorageTracker):
@@ -60,6 +64,8 @@ class Timeline(StorageTracker):
         self._cuda = cuda
         self.events: list[Lifetime] = []
         """For each allocation or free, in order: the storage."""
+        self.backward_begins = math.inf
+        """The number of the first node that backward makes."""
         self.operations: list[Operation] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._lives: dict[int, Lifetime] = {}
@@ -67,6 +73,7 @@ class Timeline(StorageTracker):
         # For every allocation in a forward: the number that the next autograd node would get, and the module.
         self._numbers: list[float] = []
         self._modules: list[str] = []
+        self._last = ""
         self._silent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,9 +184,14 @@ class Timeline(StorageTracker):
         self._watched.add(weakref.ref(storage, died))
 
     def _module_of(self, number: float) -> str:
-        """The module that made the node of this number: the module of the first allocation after the node."""
+        """The module that made the node of this number: the module of the first allocation after the node.
+
+        A function that backward runs again makes nodes outside of modules: theirs is the module before them.
+        """
         place = bisect_right(self._numbers, number)
-        return self._modules[place] if place < len(self._modules) else ""
+        if place < len(self._modules):
+            self._last = self._modules[place]
+        return self._last if place < len(self._modules) or number >= self.backward_begins else ""
 
     def where(self) -> str:
         """The module whose forward or backward is running."""
@@ -189,7 +201,7 @@ class Timeline(StorageTracker):
     def module(self) -> str:
         """Name of the innermost module that is running; empty if none is, as in backward."""
         frame: Any = sys._getframe(3)
-        while frame is not None and frame.f_globals.get("__name__") != _ENGINE_CALLER:
+        while frame is not None and frame.f_globals.get("__name__") not in _ENGINE_CALLERS:
             if is_module_call(frame):
                 name: str | None = self._names.get(id(frame.f_locals["self"]))
                 if name is not None:
@@ -265,6 +277,7 @@ def record(
         output = run()
         forward_ends = len(timeline.events)
         kind_of = _kinds(model, output)
+        timeline.backward_begins = next_sequence_number()
         with during_backward or nullcontext():
             run_backward(*losses_of(output))
         del output
@@ -347,7 +360,7 @@ def _recomputes() -> bool:
         name = frame.f_globals.get("__name__")
         if name in _RECOMPUTING:
             return True
-        if name == _ENGINE_CALLER:
+        if name in _ENGINE_CALLERS:
             break
         frame = frame.f_back
     return False

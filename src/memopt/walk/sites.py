@@ -105,6 +105,8 @@ class NormSite:
     """False when no forward of the walk ran this module."""
     intermediates: bool = True
     """Whether the stock module saves more than its inputs for backward; not measured for kinds with a formula."""
+    by_rows: bool = False
+    """Whether each row of the inputs alone gives its row of the output; not measured for kinds with a formula."""
     proof: float | None = None
     """Largest relative difference of any output after the fold, in fp64 on the twin; None if not proved."""
 

@@ -221,6 +221,20 @@ def test_a_gated_norm_is_known_by_its_affine() -> None:
     probe = probe_norm(GatedRMS(offset=1))
     assert isinstance(probe, NormProbe)
     assert (probe.kind, probe.weight, probe.bias, probe.offset, probe.hidden_size) == ("gated", "alpha", None, 1, WIDTH)
+    assert probe.by_rows
+
+
+class MixesLongRows(GatedRMS):
+    """Rows of a long sequence depend on each other."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(x if x.shape[-2] < 100 else x / x.abs().mean(), gate)
+
+
+def test_a_gated_norm_whose_rows_depend_on_others_does_not_run_by_pieces() -> None:
+    probe = probe_norm(MixesLongRows())
+    assert isinstance(probe, NormProbe)
+    assert (probe.kind, probe.by_rows) == ("gated", False)
 
 
 def test_a_norm_with_a_formula_of_its_own_is_known_by_its_affine() -> None:

@@ -4,8 +4,8 @@ A reader of a folded norm has W' = W diag(s) and b' = b + W t: its input was y =
 LoRA adds B A y = (B A diag(s)) x_hat + B A t, so A' = A diag(s), and B A t becomes the bias of B (PEFT's `lora_bias`).
 DoRA divides by the norms of the rows of W + c B A, which a fold changes: its magnitude is multiplied by
 |W' + c B A'| / |W + c B A|. A tensor that was trained as a whole (`modules_to_save`, biases) is folded as the base
-model's is. The way back divides by s. Each stored element is rounded once. What an adapter adds to a module that reads
-no folded norm is unchanged.
+model's is. The way back divides by s. Each stored element is rounded once. The part of an adapter on a module that
+reads no folded norm is unchanged.
 
 Adapters without such a form are refused: a rotation of the input (OFT), a Kronecker factor over the input (LoKr),
 projections that all modules share (VeRA).

@@ -96,7 +96,7 @@ def slope(z, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def value_and_slope(z, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """f(z) and f'(z). What both need is written alike in both, so that the compiler computes it once."""
+    """f(z) and f'(z). Common terms are written alike in both, so that the compiler computes them once."""
     return value(z, KIND), slope(z, KIND)
 
 

@@ -2,7 +2,8 @@
 
 For modules without an operator here, in which autograd saves more than the inputs: a gated norm, written as a dozen
 operations in fp32, saves most of their results. Value and gradients equal the stock module's to the last bit, since the
-same code computes them. The cost is one more forward, or two if a reader needs the output again.
+same code computes them. The cost is one more forward, or two if a reader needs the output again. A module of rows runs
+on large inputs by pieces, so that its intermediates stay small: only then results may differ by a rounding.
 
 Saved for backward: the inputs, and copies of the parameters (small vectors). The output can be recomputed, so its
 readers save a handle inside a `memopt.saved.RecomputeScope`.
@@ -11,22 +12,28 @@ readers save a handle inside a `memopt.saved.RecomputeScope`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, is_batched, refuse_double_backward
+from memopt.kernels.base.pieces import pieces
 from memopt.recompute.rules import ELEMENTWISE, NORMALISED, register_operator
 from memopt.recompute.specs import Recomputed, attach_spec
+from memopt.torch_compat import FakeTensor
 
 #: run(inputs, parameters) -> the module's output
 Replay = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+#: Least elements of a piece: an operation on it takes longer than its launch.
+LEAST = 1 << 23
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 
 
-def replayed(run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+def replayed(run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor], *, by_rows: bool = False) -> Tensor:
     """``run(inputs, parameters)``, saving only `inputs` and copies of `parameters`.
 
     Args:
@@ -34,8 +41,10 @@ def replayed(run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
         inputs: of any shape and dtype, saved as they are.
         parameters: small ones. They are copied, because sharded training may free them before a reader of the output,
             in another shard unit, runs its backward.
+        by_rows: whether inputs of one shape give an output of this shape, each row of them its row of the output.
     """
-    y: Tensor = ReplayFunction.apply(run, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+    again = _ByRows(run) if by_rows else run
+    y: Tensor = ReplayFunction.apply(again, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -65,9 +74,12 @@ class ReplayFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         ctx.recomputed.finish()
-        saved = ctx.saved_tensors
+        saved, function = ctx.saved_tensors, ctx.recomputed.function
         needs = ctx.needs_input_grad[-len(saved) :]
-        return None, None, *gradients_again(lambda tensors: [ctx.recomputed.function(*tensors)], saved, needs, [dy])
+        cut = _cut((*saved[: ctx.count], dy)) if ctx.is_by_rows else None
+        if cut is None:
+            return None, None, *gradients_again(lambda tensors: [function(*tensors)], saved, needs, [dy])
+        return None, None, *_gradients_by_pieces(function, saved[: ctx.count], saved[ctx.count :], needs, dy, cut)
 
 
 class ChainFunction(torch.autograd.Function):
@@ -84,7 +96,7 @@ class ChainFunction(torch.autograd.Function):
 
 
 def _save(ctx: Any, run: Replay, count: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    ctx.recomputes_output = True
+    ctx.recomputes_output, ctx.count, ctx.is_by_rows = True, count, isinstance(run, _ByRows)
     ctx.recomputed = Recomputed(functools.partial(_value, run, count, autocast_dtype(tensors[0])))
     saved = *tensors[:count], *(parameter.detach().clone() for parameter in tensors[count:])
     ctx.save_for_backward(*saved)
@@ -119,6 +131,73 @@ def gradients_again(
     reached, given = zip(*pairs, strict=True)
     found = iter(torch.autograd.grad(reached, wanted, given, allow_unused=True))
     return [next(found) if need else None for need in needs]
+
+
+def _gradients_by_pieces(
+    function: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    needs: Sequence[bool],
+    dy: Tensor,
+    cut: Iterator[tuple[slice, ...]],
+) -> list[Tensor | None]:
+    count = len(inputs)
+    found = [torch.empty_like(each) if need else None for each, need in zip(inputs, needs[:count], strict=True)]
+    sums: list[Tensor | None] = [None] * len(parameters)
+    for part in cut:
+        given = [*(each[part] for each in inputs), *parameters]
+        of_piece = gradients_again(lambda tensors: [function(*tensors)], given, needs, [dy[part]])
+        for whole, piece in zip(found, of_piece[:count], strict=True):
+            if whole is not None:
+                whole[part] = 0 if piece is None else piece
+        for place, piece in enumerate(of_piece[count:]):
+            if piece is not None:
+                sums[place] = added(sums[place], piece)
+        del given, of_piece
+    totals = zip(sums, parameters, strict=True)
+    return [*found, *(None if total is None else total.to(each.dtype) for total, each in totals)]
+
+
+def added(total: Tensor | None, part: Tensor) -> Tensor:
+    """`total` plus `part`, in at least fp32: the sum is then rounded once, like one product over all rows."""
+    if total is not None:
+        return total.add_(part)
+    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+
+
+@dataclass(frozen=True)
+class _ByRows:
+    """A function of rows, which runs by pieces where its inputs are large and it records no graph."""
+
+    run: Replay
+
+    def __call__(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        cut = None if torch.is_grad_enabled() else _cut(inputs)
+        if cut is None:
+            return self.run(inputs, parameters)
+        y: Tensor | None = None
+        for part in cut:
+            piece = self.run([each[part] for each in inputs], parameters)
+            if y is None:
+                y = torch.empty(inputs[0].shape, dtype=piece.dtype, device=piece.device)
+            y[part] = piece
+        assert y is not None
+        return y.data  # an alias with version 0: a tensor changed in place would not be recomputed
+
+
+def _cut(tensors: Sequence[Tensor]) -> Iterator[tuple[slice, ...]] | None:
+    """The pieces of `tensors`, in the first dimension that can be cut; None if they are small, or of several shapes."""
+    first = tensors[0]
+    if first.numel() < 2 * LEAST or first.is_meta or any(each.shape != first.shape for each in tensors):
+        return None
+    if is_batched(tensors) or not all(type(each) in _PLAIN_TYPES for each in tensors):
+        return None
+    dim = next(dim for dim, size in enumerate(first.shape) if size > 1)
+    rows = max(1, LEAST * first.size(dim) // first.numel())
+    if dim == first.dim() - 1:
+        return None
+    parts = (slice(start, start + rows) for start in range(0, first.size(dim), rows))
+    return ((*[slice(None)] * dim, part) for part in pieces(parts, first))
 
 
 def _value(run: Replay, count: int, autocast: torch.dtype | None, *tensors: Tensor) -> Tensor:

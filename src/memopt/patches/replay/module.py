@@ -23,6 +23,8 @@ class ReplayRewrite(Rewrite):
 
     parameters: tuple[str, ...]
     """Names of its own parameters when it was patched. A tool that computes one from others removes it."""
+    by_rows: bool = False
+    """Whether each row of its inputs alone gives its row of the output."""
     frozen: Frozen = ()
 
     def undo(self, module: nn.Module) -> None:
@@ -41,7 +43,8 @@ def patch_replay(module: nn.Module, norm: NormSite | None = None, *, folded: boo
         ValueError: the module cannot be swapped.
     """
     with freezing(module, norm if folded else None) as frozen:
-        rewrite = ReplayRewrite(tuple(_parameters(module)), frozen)
+        by_rows = norm is not None and norm.by_rows
+        rewrite = ReplayRewrite(tuple(_parameters(module)), by_rows, frozen)
         swap_forward(module, _forward, rewrite, observed_reads(module, None))
 
 
@@ -63,7 +66,7 @@ def _forward(
     template = [_SLOT if isinstance(value, Tensor) else value for value in given]
     # A copy of the attributes, so that changes before backward have no effect on it.
     run = functools.partial(_run, stock, module, dict(vars(module)), tuple(parameters), template, tuple(kwargs))
-    return replayed(run, inputs, list(parameters.values()))
+    return replayed(run, inputs, list(parameters.values()), by_rows=rewrite.by_rows)
 
 
 _SLOT = object()

@@ -30,7 +30,7 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
 )
 from memopt.kernels.base.pieces import slices
-from memopt.kernels.replay.function import gradients_again
+from memopt.kernels.replay.function import added, gradients_again
 from memopt.patches.rerun import Around, have_moved, random_states, standing
 from memopt.patches.swap import Layer, Rewrite, is_watched, layer_of, restore_forward, steps_aside, swap_forward
 from memopt.patches.tile.probe import by_rows
@@ -278,7 +278,7 @@ def _gradients(
             dx[part] = 0 if found is None else found.squeeze(0)
         for place, each in enumerate(others):
             if each is not None:
-                sums[place] = _added(sums[place], each)
+                sums[place] = added(sums[place], each)
         del found, others, incoming
     whole = [None if total is None else total.to(p.dtype) for total, p in zip(sums, ctx.parameters, strict=True)]
     return [None if dx is None else dx.view(x.shape), *whole]
@@ -297,10 +297,3 @@ def _outputs(again: _Again, parameters: Sequence[Tensor], given: Sequence[Tensor
 def _tile_of(gradient: Tensor, x: Tensor, part: slice) -> Tensor:
     tile = by_rows(gradient, *x.shape[:2])[part]
     return tile.unsqueeze(0) if gradient.shape[:2] == x.shape[:2] else tile
-
-
-def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """`total` plus `part`, in at least fp32: the sum is then rounded once, like one product over all tokens."""
-    if total is not None:
-        return total.add_(part)
-    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)

@@ -57,6 +57,7 @@ def _judged(mode: ShadowMode, record: NormRecord, readers: list[_Weight], loss_h
         offset=probe.offset,
         cast=probe.cast,
         intermediates=probe.intermediates,
+        by_rows=probe.by_rows,
     )
     if not record.calls:
         return replace(site, executed=False, fold_obstacles=("no forward of the walk ran it",))

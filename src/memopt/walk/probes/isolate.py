@@ -53,15 +53,20 @@ class Isolated:
             raise TypeError("the output is not one tensor")
         return y
 
-    def is_by_rows(self, x: Tensor) -> bool:
+    def is_by_rows(self, *inputs: Tensor) -> bool:
         """Whether a row of the last dimension gives the same output in a batch of other shape: no branch on lengths."""
-        y, rows = self.run(x).flatten(0, -2), x.flatten(0, -2)
-        many = max(2, min(MOST_TOKENS, _MOST_ELEMENTS // x.shape[-1]))
+        y, rows = self.run_all(inputs).flatten(0, -2), [each.flatten(0, -2) for each in inputs]
+        many = max(2, min(MOST_TOKENS, _MOST_ELEMENTS // y.shape[-1]))
         for shape in ((1, 1), (1, many), (many, 1)):
-            places = torch.arange(math.prod(shape)) % len(rows)
-            if not torch.allclose(self.run(rows[places].view(*shape, -1)).flatten(0, 1), y[places], rtol=1e-9):
+            places = torch.arange(math.prod(shape)) % len(y)
+            given = [each[places].view(*shape, -1) for each in rows]
+            if not torch.allclose(self.run_all(given).flatten(0, 1), y[places], rtol=1e-9):
                 return False
         return True
+
+    def run_all(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Output of the forward on `inputs`, in fp64."""
+        return self.run(inputs[0], None, *inputs[1:])
 
     def is_differentiated(self, x: Tensor) -> bool:
         """Whether the forward gives the same values in both modes, with their own gradients, and leaves no traces."""

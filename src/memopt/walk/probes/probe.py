@@ -63,6 +63,8 @@ class NormProbe:
     """The probe of the module when it is called with an optional second tensor; None if it takes one tensor only."""
     intermediates: bool = True
     """Whether the stock module saves more than its inputs for backward; not measured where there is a formula."""
+    by_rows: bool = False
+    """Whether each row of the inputs alone gives its row of the output; not measured where there is a formula."""
 
 
 def probe_norm(module: nn.Module, cache: dict[Any, Any] | None = None) -> NormProbe | str | None:
@@ -254,7 +256,8 @@ def _without_formula(
         return "random or different in train mode: it cannot be run again"
     weight, bias, offset = found
     intermediates = _keeps_intermediates(copy, *inputs)
-    return NormProbe(kind, width, 0.0, weight, bias, offset, "after", intermediates=intermediates)
+    by_rows = kind in ("gated", "other") and copy.is_by_rows(*inputs)
+    return NormProbe(kind, width, 0.0, weight, bias, offset, "after", intermediates=intermediates, by_rows=by_rows)
 
 
 def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
