@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import sys
 from collections.abc import Callable
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,8 @@ from tests.saved.builders import WritesIntoWhatItKept
 
 X = torch.randn(2, 3, 4, requires_grad=True)
 ALIAS = WritesIntoWhatItKept.apply
+#: Without the frame of `Function.apply`, as from PyTorch 2.14 on: the frame is the caller's.
+APPLY = super(torch.autograd.Function, WritesIntoWhatItKept).apply
 HOLDER = SimpleNamespace(apply_it=ALIAS, softmax=ALIAS)
 CONTEXT = contextvars.copy_context()
 
@@ -49,6 +51,23 @@ class _Module(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.softmax(x)
+
+
+class _AmongVariables(nn.Module):
+    """Calls a function as an attribute, right after it loads or stores another variable."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.softmax, self.form = APPLY, form
+
+    def forward(self, x: Tensor) -> Any:
+        if self.form == "operator":
+            d = x.detach()
+            return d + self.softmax(x)
+        if self.form == "store":
+            y = x
+            return self.softmax(y)
+        return (x, self.softmax(x))
 
 
 class _Subclass(Tensor):
@@ -80,12 +99,13 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "as an attribute": lambda: HOLDER.apply_it(X),
     "by a name of tensors": lambda: HOLDER.softmax(X),
     "as a variable": _in_a_variable,
-    "bound": lambda: functools.partial(ALIAS, X)(),
+    **{f"after a variable ({form})": partial(_AmongVariables(form), X) for form in ("operator", "store", "tuple")},
+    "bound": lambda: partial(ALIAS, X)(),
     "mapped": lambda: list(map(ALIAS, [X])),
     "in a loop": _of_a_loop,
     "added": _added,
     "assigned": _assigned,
-    "reduced": lambda: functools.reduce(_Pair.apply, [X, X]),
+    "reduced": lambda: reduce(_Pair.apply, [X, X]),
     "in a context": lambda: CONTEXT.run(ALIAS, X),
     "of a module": lambda: _Module()(X),
     "of a subclass": lambda: torch.sin(torch.ones(2).as_subclass(_Subclass)),

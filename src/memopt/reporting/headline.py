@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
@@ -20,7 +20,7 @@ class Fit(Headline):
     """The answer of :func:`memopt.fit`; `print` shows the output of ``memopt report``."""
 
     @classmethod
-    def of(cls, headline: Headline) -> Self:
+    def of(cls, headline: Headline) -> Fit:
         """`headline` as a `Fit`."""
         values: dict[str, Any] = {each.name: getattr(headline, each.name) for each in fields(headline)}
         return cls(**values)

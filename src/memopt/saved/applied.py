@@ -100,8 +100,10 @@ def _read(code: CodeType, offset: int) -> tuple[str, ...] | None:
             names.append(str(each.argval))
         elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             return (str(each.argval), *reversed(names))
-        elif each.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
-            return (f"{_LOCAL}{each.argval}", *reversed(names))
+        elif "LOAD_FAST" in each.opname or each.opname.startswith("LOAD_DEREF"):
+            # From Python 3.13 on, one instruction may load or store another variable before this one.
+            variable = each.argval[-1] if isinstance(each.argval, tuple) else each.argval
+            return (f"{_LOCAL}{variable}", *reversed(names))
         elif each.opname not in ("PUSH_NULL", "CACHE", "EXTENDED_ARG"):
             break
     return ("", *reversed(names))

@@ -198,7 +198,7 @@ class _Conversion(Sides):
         rank, config = len(stock), self.adapter.config
         alpha = pattern_value(config.get("alpha_pattern"), part.name, config.get("lora_alpha", 8))
         factor = float(alpha) / (sqrt(rank) if config.get("use_rslora") else rank)
-        squares = np.zeros((2, rows.shape[0]))
+        squares = np.zeros((2, len(rows)))
         for where, _, block in blocks(self.base, info, reader.axis):
             values = arithmetic.decode(block, info.dtype)
             outputs = where[0] if reader.axis else where[2]
