@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -229,6 +230,42 @@ def y_of(block: Block, x: Tensor) -> Tensor:
     with torch.autocast("cpu", BF16):
         y: Tensor = block(x)
     return y
+
+
+class InFp32(nn.Linear):
+    """Leaves autocast, as a router or a head of a model's own class may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(x, self.weight, self.bias)
+
+
+class WithLinearsInFp32(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.act = nn.Embedding(50, 16), nn.GELU()
+        self.up, self.down, self.head = InFp32(16, 32), InFp32(32, 16), InFp32(16, 50, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        logits = self.head(x + self.down(self.act(self.up(x))))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("recipe", ["exact-unfolded", "exact-levels"])
+def test_linears_that_leave_autocast_compute_in_fp32(recipe: str) -> None:
+    torch.manual_seed(0)
+    model, (ids, labels) = WithLinearsInFp32(), torch.randint(0, 50, (2, 2, 12))
+    stock = copy.deepcopy(model)
+    memopt.patch(model, recipe, inputs={"ids": ids, "labels": labels})
+    with torch.autocast("cpu", torch.bfloat16):
+        before, after = stock(ids, labels), model(ids, labels)
+    before["loss"].backward()
+    after["loss"].backward()
+    assert after["logits"].dtype is before["logits"].dtype is torch.float32
+    torch.testing.assert_close(after["loss"], before["loss"])
+    for one, other in ((stock.head, model.head), (stock.embed, model.embed)):
+        torch.testing.assert_close(other.weight.grad, one.weight.grad)
 
 
 def test_an_output_that_was_changed_in_place_is_cast_anew() -> None:

@@ -479,6 +479,39 @@ def test_models_under_autocast(kind: str, implementation: str, site: str) -> Non
     assert error(patched) <= 1.5 * error(stock)
 
 
+class OfTwoHalves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(16, 32), nn.Linear(16, 16), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(self.act(h[..., ::2]) * h[..., 1::2])  # type: ignore[no-any-return]
+
+
+class CheckpointsAChild(nn.Module):
+    """Has a chain of its own, and checkpoints a child with another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.a, self.b = OfTwoHalves(), nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, v = self.a(checkpoint(self.inner, x, use_reentrant=False)).chunk(2, -1)
+        return self.b(torch.sin(u) * v)  # type: ignore[no-any-return]
+
+
+def test_a_child_that_the_module_checkpoints_saves_the_same_in_both_runs() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LayerNorm(16), CheckpointsAChild()), torch.randn(2, 12, 16)
+    stock = copy.deepcopy(model)
+    memopt.patch(model, inputs={"input": x})
+    for each in (stock, model):
+        each(x).square().mean().backward()
+    for one, other in zip(stock.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
+
+
 def test_switched_off_with_activations() -> None:
     model = model_of("gpt_oss")
     plan = memopt.plan_for(model, memopt.load_recipe("exact-unfolded", ["activations.method=none"]))

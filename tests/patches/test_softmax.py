@@ -485,3 +485,33 @@ def test_the_backward_of_capped_scores_can_be_repeated() -> None:
         y = attention(draw(2, HEADS, LENGTH, WIDTH), BIAS).square().sum()
     once, twice = (torch.autograd.grad(y, attention.project.weight, retain_graph=True) for _ in range(2))
     assert torch.equal(*once, *twice)
+
+
+class _Capped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = 5.0 * torch.tanh(self.q(x) @ self.k(x).mT / 5.0)
+        return scores.softmax(-1) @ self.v(x)  # type: ignore[no-any-return]
+
+
+class _CappedTwice(_Capped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Capped()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
+
+
+def test_capped_scores_inside_of_a_module_with_capped_scores() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(_CappedTwice(), _CappedTwice()), torch.randn(2, 24, 16)
+    stock = copy.deepcopy(model)
+    memopt.patch(model, inputs={"input": x})
+    for each in (stock, model):
+        each(x).square().sum().backward()
+    for (name, one), other in zip(stock.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, msg=name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import memopt
 from memopt.walk.probes.gated import with_form
 from memopt.walk.sites import GatedMLPSite
 
@@ -146,3 +149,23 @@ def test_a_limit_that_only_holds_in_16_bits_is_refused():
         return m.down(h.clamp(-10, 10) if h.dtype == torch.float16 else h)
 
     assert with_form(changed(limited), SEPARATE).form is None
+
+
+class UpTwice(nn.Module):
+    """Its up projection is its down projection too."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.up(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_a_linear_that_runs_twice_is_no_obstacle():
+    model, x = nn.Sequential(UpTwice()), torch.randn(2, 3, 8)
+    stock = copy.deepcopy(model)
+    memopt.patch(model, inputs={"input": x})
+    for each in (stock, model):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(model[0].up.weight.grad, stock[0].up.weight.grad)

@@ -26,6 +26,7 @@ from memopt.recompute.specs import shared_cast
 from memopt.recompute.versions import with_witness
 from memopt.saved.scope import in_a_scope
 from memopt.torch_compat import FakeTensor, fsdp_takes_back, is_checkpointed_region, module_hooks, modules_that_run
+from memopt.walk.probes.linear import is_linear
 
 _WHY = ", since the module's output is recomputed. Change weights after backward"
 
@@ -36,6 +37,8 @@ class OutputRewrite:
 
     input_is_saved: bool
     """Another operation saves its input, or the tensors that the input is recomputed from."""
+    casts: bool = False
+    """It is one linear, whose input autocast casts."""
 
 
 def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
@@ -48,7 +51,12 @@ def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
     Raises:
         ValueError: the module cannot be swapped.
     """
-    swap_forward(module, _forward, OutputRewrite(input_is_saved))
+    weight = module._parameters.get("weight")
+    # Other weights are quantised: their linears cast as `F.linear` does.
+    casts = weight is not None and (
+        not weight.is_floating_point() or is_linear(module) or is_linear(module, transposed=True)
+    )
+    swap_forward(module, _forward, OutputRewrite(input_is_saved, casts))
 
 
 class _Running(threading.local):
@@ -72,7 +80,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         return stock(module, *args, **kwargs)
     x: Tensor = given[0]
     weight = module._parameters.get("weight")
-    if weight is not None:  # a linear itself: no adapter inside reads `x` before the cast
+    if rewrite.casts:  # a linear itself: no adapter inside reads `x` before the cast
         x = shared_cast(x, autocast_dtype)
     is_saved = (rewrite.input_is_saved and x.requires_grad) or (weight is not None and weight.requires_grad)
     if is_saved and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():

@@ -102,7 +102,8 @@ class _Following(TorchFunctionMode):
 
     def _capped(self, scores: Expression, x: Tensor) -> Tensor | None:
         """The tanh of scores, recomputed in backward; None if its output has to be saved."""
-        if not applies(PROBABILITIES) or not costs_less_than(x.nbytes, scores.reads):
+        # Without gradients, this is the tanh inside an operator that the mode of a module inside has put there.
+        if not torch.is_grad_enabled() or not applies(PROBABILITIES) or not costs_less_than(x.nbytes, scores.reads):
             return None
         output = recomputed_tanh(x, scores._replace(reads=()).value, [each.tensor for each in scores.reads])
         self._followed.made_by_a_rule(output)

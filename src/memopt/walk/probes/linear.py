@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from memopt.environment.partitioned import shape_of
 from memopt.walk.probes.isolate import is_differentiated, with_stand_ins
@@ -12,7 +16,8 @@ _WIDTH = 5
 
 
 def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
-    """Whether `module` holds a weight and perhaps a bias, and its forward is x W^T + b (transposed: x W + b)."""
+    """Whether `module` holds a weight and perhaps a bias, and its forward is x W^T + b (transposed: x W + b), also
+    under autocast, where it casts as `F.linear` does."""
     parameters = dict(module.named_parameters(recurse=False))
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or len(shape_of(weight)) != 2 or not weight.is_floating_point():
@@ -42,4 +47,31 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
         return False
     matrix = stand_ins["weight"].t() if transposed else stand_ins["weight"]
     expected = nn.functional.linear(x, matrix, stand_ins.get("bias"))
-    return isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-12, atol=1e-12)
+    if not (isinstance(y, Tensor) and y.shape == expected.shape):
+        return False
+    return torch.allclose(y, expected, rtol=1e-12, atol=1e-12) and _casts_as_linear(module, stand_ins)
+
+
+def _casts_as_linear(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> bool:
+    """Whether autocast casts the input of `module` as that of `F.linear`. A forward may leave autocast."""
+    parameters = {name: nn.Parameter(each.float(), requires_grad=False) for name, each in stand_ins.items()}
+    alone, before = with_stand_ins(module, parameters=parameters), torch.is_autocast_enabled("cuda")
+    try:
+        torch.set_autocast_enabled("cuda", True)  # code may leave it by this name, whatever the device
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), _Outside() as outside:
+            y = alone.forward(torch.ones(2, 3, _WIDTH))
+        return isinstance(y, Tensor) and y.dtype is torch.bfloat16 and not outside.ran
+    except Exception:  # a forward may raise anything
+        return False
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+class _Outside(TorchFunctionMode):
+    """Notes whether a function runs with autocast off."""
+
+    ran = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran = self.ran or not (torch.is_autocast_enabled("cpu") and torch.is_autocast_enabled("cuda"))
+        return func(*args, **(kwargs or {}))
