@@ -52,6 +52,15 @@ class UsageError(MemoptError):
     """The command line does not fit: an unknown option or command, a missing or bad value."""
 
 
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """
+    Raises:
+        UsageError: `value`, given for the argument `name`, is none of `choices`.
+    """
+    if value not in choices:
+        raise UsageError(f"{name} is {value!r}, which is not one of its values.", f"Give one of {', '.join(choices)}.")
+
+
 class RecipeError(MemoptError):
     """A recipe, or a key or value in it, is unknown or does not fit."""
 

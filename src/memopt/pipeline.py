@@ -288,6 +288,7 @@ def fit(
         RecipeError: the recipe is unknown.
     """
     setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
+    setup.check_precision(precision)
     return Fit.of(headline(Request.of(locals()), gpu=gpu, setup=setup, longest=longest))
 
 
@@ -383,7 +384,7 @@ def _emitted(source: CheckpointSource, plan: Plan, out: Path, kinds: Iterable[st
 def _check_files(source: CheckpointSource, plan: Plan, note: Note) -> Plan:
     """The plan that the files allow, as the writer carries it out."""
     if not source.shards:
-        note("The weights are not downloaded yet, so their names and dtypes were not checked.")
+        note("There are no weights here yet, so their names and dtypes were not checked.")
         return plan
     folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases)
     for norm, reason in folds.refused:

@@ -98,6 +98,14 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(memopt: Memopt, llama: Path
     assert json.loads(memopt("patch", llama, "--dry-run", "--json").out)["dry_run"] is True
 
 
+def test_a_dry_run_needs_the_config_alone(memopt: Memopt, llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    run = memopt("patch", tmp_path, "--dry-run")
+    assert (run.code, "4 folded, 1 shared" in run.out) == (0, True)
+    assert "There are no weights here yet" in run.out + run.err
+    assert memopt("patch", tmp_path).code == 2
+
+
 def test_verbose_has_a_row_for_every_site(memopt: Memopt, llama: Path) -> None:
     run = memopt("patch", llama, "--dry-run", "--verbose")
     assert all(f"model.layers.{i}.input_layernorm" in run.out for i in range(2))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 
 import benchmarks.prediction
@@ -55,6 +56,34 @@ def test_released_gradients_leave_what_they_leave_in_a_real_step(
     found = predict(of, Setup(release_gradients=True)).peak.nbytes
     assert found == pytest.approx(real.live_peak(), abs=256)  # scalars that die when Python says
     assert found <= predict(of).peak.nbytes
+
+
+def test_the_step_of_a_ctc_loss_is_predicted() -> None:
+    """PyTorch's operator has no rule for fake tensors."""
+    config = transformers.Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, conv_dim=(32, 32),
+        conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2, num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4, vocab_size=20, mask_time_prob=0.0, hidden_dropout=0.0, layerdrop=0.0,
+    )  # fmt: skip
+    config.architectures = ["Wav2Vec2ForCTC"]
+    batch = {"input_values": torch.randn(2, 2000), "labels": torch.randint(1, 20, (2, 12))}
+    training = Training(2, 128, precision="fp32", cuda_kernels=False)
+    of = Step(config, training, sites_of(config), load_recipe("exact-unfolded"), inputs=batch)
+    real = RealStep(of, Setup())
+    real.run()
+    found = predict(of)
+    assert not any("Loss: none" in each for each in found.assumptions)
+    assert found.peak.nbytes == pytest.approx(real.live_peak(), rel=0.005)
+    guessed = predict(replace(of, inputs=None))
+    assert not any("Loss: none" in each for each in guessed.assumptions)
+
+
+@pytest.mark.parametrize(("kind", "has_loss"), [("BertForQuestionAnswering", True), ("BertModel", False)])
+def test_a_loss_is_missing_only_if_the_forward_returns_none(kind: str, has_loss: bool) -> None:
+    config = named_config("bert")
+    config.architectures, config.num_labels = [kind], 2
+    notes = predict(Step(config, Training(2, 16), sites_of(config))).assumptions
+    assert any("Loss: none" in each for each in notes) != has_loss
 
 
 def test_a_gradient_with_several_terms_is_kept_until_all_are_there() -> None:

@@ -212,6 +212,35 @@ def test_a_report_that_is_asked_whether_it_fits_names_fit() -> None:
     assert raised.value.hint == "Whether a step fits is answered by memopt.fit(model, gpu=...)."
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"checkpointing": True}, "checkpointing is True, which is not one of its values. Give one of none, full"),
+        ({"train": "LoRA"}, "Give one of full, lora, qlora"),
+        ({"precision": "bfloat16"}, "precision is 'bfloat16'"),
+        ({"attention": "flash"}, "attention is 'flash'"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'"),
+        ({"sharding": "fsdp2", "devices": 2}, "sharding is 'fsdp2'"),
+        ({"batch": 0}, "batch is 0, and has to be a whole number"),
+        ({"seq": 2.0}, "seq is 2.0, and"),
+        ({"lora_rank": None}, "lora_rank is None, and"),
+        ({"train": "qlora", "lora_dtype": "base"}, "'base' has no effect"),
+        ({"precision": "fp16", "release_gradients": True}, "Gradients cannot be released with fp16"),
+    ],
+    ids=str,
+)
+def test_a_value_that_an_argument_cannot_have_is_named(arguments: dict[str, Any], words: str) -> None:
+    """A command line refuses these itself."""
+    with pytest.raises(UsageError) as raised:
+        fit("MODEL", **arguments)
+    assert words in str(raised.value)
+
+
+def test_targets_of_adapters_may_be_one_text() -> None:
+    """As PEFT's `target_modules`."""
+    assert Request("MODEL", lora_targets="q_proj, v_proj").lora_targets == ("q_proj", "v_proj")
+
+
 @pytest.mark.slow
 def test_the_longest_sequence_is_all_of_an_odd_number_of_positions(tmp_path: Path) -> None:
     config = named_config("llama")

@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig, GraniteMoeHybridConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from memopt.errors import ModelError
 from memopt.reporting.build import compare_training
 from memopt.trace.arguments import example_of
 from memopt.trace.trace import trace_account
@@ -144,6 +145,14 @@ def test_two_towers_return_their_own_loss() -> None:
         "attention_mask": (3, 24),
         "pixel_values": (3, 3, 16, 16),
     }
+
+
+def test_two_towers_say_how_many_positions_they_have() -> None:
+    config = towers()
+    most = config.text_config.max_position_embeddings
+    sites = find_sites(build_meta(config))
+    with pytest.raises(ModelError, match=f"--seq {most + 1} is more than the {most} positions"):
+        trace_account(Step(config, Training(2, most + 1), sites))
 
 
 def test_a_model_that_asks_for_the_autocast_of_meta_has_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,7 @@ def report(
     early.check_report(model, recipe, overrides or (), train)
     request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
     setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
+    setup.check_precision(precision)
     card = gpu or budget
     setup = setup if card is None else setup_on(find_card(card), setup)
     if asked.planner is not None:

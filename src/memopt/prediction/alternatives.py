@@ -353,14 +353,14 @@ class _Answer:
     def _remarks(self, found: Prediction) -> Iterator[str]:
         includes = "" if self.card is None else "; 'needs' is the peak and this margin, and 'fits' goes by it"
         yield f"Margin: {found.margin / found.reserved:.0%} of the allocator's reserved bytes{includes}."
+        positions, most = max_positions(self.step.config), max(self.longest, self.step.training.seq or 0)
+        if positions is not None and (self.longest or most > positions):
+            beyond = "beyond them it needs RoPE scaling, say" if most > positions else "it takes no more"
+            yield f"Lengths: the model was made for {positions} positions; {beyond}."
         if self.card is None:
             return
         if not self.card.is_named:
             yield "Card: all of the size given; a named card (--gpu rtx4090) has less, because its driver takes some."
-        positions = max_positions(self.step.config)
-        if positions is not None and self.longest:
-            beyond = "beyond them it needs RoPE scaling, say" if self.longest > positions else "it takes no more"
-            yield f"Lengths: the model was made for {positions} positions; {beyond}."
         yield "FLOPs of products, and bytes that operations move, are relative to the stock step."
         yield _COMPILE
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from memopt.errors import UsageError
+from memopt.errors import UsageError, check_choice
 
 Optimizer = Literal[
     "adamw-fused", "adamw-foreach", "adamw8bit", "adamw-paged", "adamw8bit-paged", "adamw-offload",
@@ -75,9 +75,12 @@ class Setup:
         """Check the numbers, and that this combination of settings can be predicted.
 
         Raises:
-            UsageError: `devices` or `accumulation` is below 1, `sharding` is set for one device or missing for several,
-                or the optimizer is not predicted with this sharding or with released gradients.
+            UsageError: `optimizer` or `sharding` is unknown, `devices` or `accumulation` is below 1, `sharding` is set
+                for one device or missing for several, or the optimizer is not predicted with this sharding or with
+                released gradients.
         """
+        check_choice("optimizer", self.optimizer, get_args(Optimizer))
+        check_choice("sharding", self.sharding, get_args(Sharding))
         if self.devices < 1 or self.accumulation < 1:
             raise UsageError(f"Devices ({self.devices}) and micro-batches ({self.accumulation}) have to be 1 or more.")
         if self.sharding != "none" and self.devices == 1:
@@ -99,6 +102,15 @@ class Setup:
     def can_release(self) -> bool:
         """Whether the optimizer could step one parameter at a time during backward."""
         return self.devices == self.accumulation == 1 and self.optimizer not in _ON_WHOLE_TENSORS
+
+    def check_precision(self, precision: str) -> None:
+        """
+        Raises:
+            UsageError: gradients are released under fp16, whose loss scaler reads all of them.
+        """
+        if self.release_gradients and precision.startswith("fp16"):
+            hint = "Use --precision bf16, or leave out --release-gradients."
+            raise UsageError("Gradients cannot be released with fp16: its loss scaler reads all of them.", hint)
 
     def may_release(self, precision: str) -> bool:
         """Whether gradients could be released, but are not; never with fp16, whose loss scaler reads all gradients."""

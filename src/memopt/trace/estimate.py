@@ -68,7 +68,8 @@ class TracedModel:
     """Returns a context for backward in which the kernels of the device run."""
     arguments: dict[str, Any]
     """Keyword arguments of the forward."""
-    notes: tuple[str, ...]
+    notes: list[str]
+    """Complete once the forward has run."""
 
 
 class Built(NamedTuple):
@@ -79,6 +80,9 @@ class Built(NamedTuple):
     trained: nn.Module
     """The model with adapters, if the step trains adapters."""
     notes: list[str]
+
+
+_NO_LOSS = "Loss: none, since no labels were found that give one; its outputs count as they are."
 
 
 @contextlib.contextmanager
@@ -109,7 +113,10 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
 
     def run() -> Any:
         with choices(), torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
-            return trained(**arguments)
+            output = trained(**arguments)
+        if not isinstance(getattr(output, "loss", None), Tensor) and _NO_LOSS not in notes:
+            notes.append(_NO_LOSS)
+        return output
 
     try:
         source = example_of(config, of.sites, training) if inputs is None else inputs
@@ -119,11 +126,9 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         stand_ins = plain_functions(model, STAND_INS)
         with fake, FiniteValues(), unpadded_masks(), attention_traced(), reads, stand_ins:
             arguments = step_arguments(model, training, source)
-            if "labels" not in arguments:
-                notes.append("Loss: none, since no labels were found that give one; its outputs count as they are.")
             if inputs is None:
                 notes.extend(_sizes(config, arguments))
-            yield TracedModel(model, trained, run, choices, arguments, tuple(notes))
+            yield TracedModel(model, trained, run, choices, arguments, notes)
     except ModelError as error:
         raise ModelError(error.message, error.hint or (PASS_INPUTS if inputs is None else None)) from error
     except Exception as error:
@@ -241,7 +246,10 @@ def has_table_of_positions(model: PreTrainedModel) -> bool:
     limit = max_positions(model.config)
     if limit is None:
         return False
-    words = model.get_input_embeddings()
+    try:
+        words = model.get_input_embeddings()
+    except NotImplementedError:  # of several towers, say CLIP's
+        words = None
     tables = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding) and each is not words}
     sizes = tables.union(*(each.shape for each in model.buffers()))
     return not sizes.isdisjoint(range(limit, limit + 3))  # some tables begin with rows for padding

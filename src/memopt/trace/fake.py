@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -188,6 +189,7 @@ _READING = (
     torch.ops.aten.nonzero,
     torch.ops.aten.repeat_interleave,
     torch.ops.aten._unique2,
+    torch.ops.aten.masked_select,
 )
 #: Operations that return indices of the largest elements -> (position of the argument `dim`, its default).
 _PICKING = {
@@ -213,6 +215,8 @@ class FiniteValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if func is F.ctc_loss and args and isinstance(args[0], FakeTensor):
+            return _ctc_loss(*args, **kwargs)
         values = known_values(args[0]) if args else None
         if values is None and name not in _OF_FINITE and name not in _OF_TESTS:
             return func(*args, **kwargs)
@@ -252,6 +256,53 @@ def _positions(nonzero: Any, values: Tensor, kwargs: Any) -> Any:
     with no_dispatch():
         found = nonzero(values, **kwargs)
     return tree_map(fake, found)
+
+
+class _CTC(torch.autograd.Function):
+    """The storages of PyTorch's CTC loss, which has no rule for fake tensors (native/cuda/LossCTC.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, logs: Tensor, targets: Tensor, longest: int) -> Tensor:
+        steps, rows, _ = logs.shape
+        loss, alpha = logs.new_empty(rows), logs.new_empty(rows, steps, 2 * longest + 1)
+        ctx.save_for_backward(logs, targets, loss, alpha)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logs, _, _, alpha = ctx.saved_tensors
+        beta = torch.empty_like(alpha)
+        gradient = torch.empty_like(logs)
+        del beta
+        return gradient, None, None
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """`F.ctc_loss` of fake tensors.
+
+    Raises:
+        ValueError: the targets are so long that the loss may be infinite.
+    """
+    logs = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    known = known_values(target_lengths) if isinstance(target_lengths, Tensor) else torch.tensor(target_lengths)
+    width = targets.shape[-1] if targets.dim() > 1 else -(-targets.shape[0] // logs.shape[1])
+    longest = width if known is None else int(known.max())
+    if 2 * longest > logs.shape[0]:
+        raise ValueError(f"{longest} targets may not fit in {logs.shape[0]} steps")
+    loss: Tensor = _CTC.apply(logs, targets, longest)  # type: ignore[no-untyped-call]
+    if zero_infinity:
+        loss = torch.where(torch.isinf(loss), torch.zeros_like(loss), loss)
+    if reduction == "mean":
+        return (loss / torch.empty_like(loss)).mean()
+    return loss.sum() if reduction == "sum" else loss
 
 
 class FakeReads(TracingMode):

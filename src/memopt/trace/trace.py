@@ -94,7 +94,7 @@ def trace(
         batch,
         events,
         living(events),
-        model.notes,
+        tuple(model.notes),
         of.sites.blocks,
         operations,
         runs,

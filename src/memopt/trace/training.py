@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from memopt.errors import ModelError
+from memopt.errors import ModelError, UsageError, check_choice
 from memopt.walk.models.attention import Implementation
 
 if TYPE_CHECKING:
@@ -111,6 +111,28 @@ class Request:
     inputs: Mapping[str, Any] | str | Path | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values: a command line has checked them, a caller in Python has not.
+
+        Raises:
+            UsageError: an argument has a value that it cannot have, or that has no effect.
+        """
+        for each in fields(self):
+            choices = get_args(globals().get(str(each.type).removesuffix(" | None")))  # of a Literal
+            value = getattr(self, each.name)
+            if choices and (value is not None or each.default is not None):
+                check_choice(each.name, value, choices)
+        for name in ("batch", "seq", "lora_rank"):
+            value = getattr(self, name)
+            if (value is not None or name == "lora_rank") and (type(value) is not int or not 1 <= value < 1 << 53):
+                raise UsageError(f"{name} is {value!r}, and has to be a whole number from 1 to 2^53.")
+        if isinstance(self.lora_targets, str):  # as PEFT's target_modules
+            names = tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
+            object.__setattr__(self, "lora_targets", names)
+        if self.lora_dtype == "base" and self.train == "qlora":
+            hint = "Leave out --lora-dtype (lora_dtype), or use train 'lora'."
+            raise UsageError("Adapters on 4-bit weights are in fp32: 'base' has no effect.", hint)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Request:

@@ -181,6 +181,11 @@ class TestLoadConfig:
         with pytest.raises(ModelError, match=f"'{name}' is above 20,000"):
             load_config(folder)
 
+    @pytest.mark.parametrize("settings", [{"num_hidden_layers": 0}, {"text_config": {"n_layer": -1}}], ids=str)
+    def test_a_model_without_layers_is_refused_by_name(self, tmp_path: Path, settings: dict[str, Any]) -> None:
+        with pytest.raises(ModelError, match=r"describes no model. Its '(num_hidden_layers|n_layer)' is (0|-1), and"):
+            load_config(_folder(tmp_path, {"model_type": "llama", **settings}))
+
 
 class TestModelClass:
     def test_is_the_named_architecture(self) -> None:

@@ -99,7 +99,7 @@ def open_source(
         model: a local folder or a hub id.
         revision: branch, tag or commit; hub ids only.
         allow_pickle: read ``pytorch_model*.bin`` (with ``weights_only=True``) when there is no safetensors file.
-        weights: False downloads no weights; if they are not in the cache, the source has no shards.
+        weights: False downloads no weights; where there are none, the source has no shards.
 
     Raises:
         ModelError: nothing is found, a file is missing or damaged, or there is no safetensors file.
@@ -108,7 +108,7 @@ def open_source(
     check_folder(root)
     refuse_adapter(root)
     config = read_config(root)
-    if not weights and commit_of(root) and not _has_weights(root):
+    if not weights and not _has_weights(root):
         opened: Weights = NoWeights()
     else:
         opened = _format_of(root, allow_pickle).open(root)

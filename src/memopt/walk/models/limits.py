@@ -23,6 +23,7 @@ MAX_ELEMENTS, _MAX_LENGTH = 10**15, 10**8
 #: Fields that count layers, blocks, experts or pixels. Lists of such a length may be made before any module is.
 _COUNT = re.compile(r"(.*_)?(layers?|blocks?|depths?|experts|stages|repeats|(image|img|crop)_size)")
 _MAX_COUNT = 20_000
+_LAYERS = frozenset({"num_hidden_layers", "n_layer", "n_layers"})
 #: CPU seconds after which a build that was stopped and goes on is stopped again.
 _STOPPED_AFTER = 1.0
 #: Most CPU seconds and bytes of one build; the most that real models take is a second and some megabytes.
@@ -37,7 +38,7 @@ def check_counts(settings: Mapping[str, Any]) -> None:
     """Check the numbers of layers, blocks, experts and pixels in a config.json, nested configs included.
 
     Raises:
-        ModelError: a number is larger than in any model.
+        ModelError: a number is larger or smaller than in any model.
     """
     queue: list[Any] = [settings]
     while queue:
@@ -50,6 +51,8 @@ def check_counts(settings: Mapping[str, Any]) -> None:
                     raise ModelError(
                         f"Its {name!a} is above {_MAX_COUNT:,}, more than any model has.", "Correct config.json."
                     )
+                if name in _LAYERS and type(item) is int and item < 1:
+                    raise ModelError(f"Its {name!a} is {item}, and a model has a layer.", "Correct config.json.")
                 queue.append(item)
 
 
