@@ -18,9 +18,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
 from memopt.trace import emulate
 from memopt.trace.account import Account, account
 from memopt.trace.estimate import quiet, traced
-from memopt.trace.events import Trace
+from memopt.trace.events import Storage, Trace, peak_of
 from memopt.trace.kernels import STAND_INS
 from memopt.trace.trace import trace
 from memopt.trace.tracer import Tracer
@@ -55,6 +56,7 @@ FAMILIES_FILE = Path(__file__).resolve().parents[2] / "docs" / "families.json"
 #: Part by which the bytes of a layer may differ from those in the file.
 SAME = 0.005
 QUICK = ("Llama 3", "Qwen3-MoE", "BERT")
+LARGEST = 5
 MIB = 1 << 20
 
 
@@ -74,6 +76,8 @@ class Row:
     """What memopt keeps in a group of layers beyond the floor: (what, bytes a layer), the largest first."""
     peaks: list[dict[str, int]]
     """For each size: variant -> bytes."""
+    largest: list[tuple[str, str, int, int]]
+    """Of the larger size, memopt with checkpointing: the largest that lives at the peak (part, what, number, bytes)."""
     notes: list[str]
     seconds: float = 0.0
 
@@ -128,6 +132,8 @@ def _measured(family: Family, peaks: bool) -> dict[str, Any]:
         print(f"    {nbytes / row.unit:+.3f} {what}", flush=True)
     for size in row.peaks:
         print("    " + ", ".join(f"{name} {nbytes / MIB:.0f}" for name, nbytes in size.items()), flush=True)
+    for part, what, count, nbytes in row.largest:
+        print(f"    {nbytes / MIB:8.0f} MiB {count:3d} {part}: {what}", flush=True)
     return {**asdict(row), "ratio": row.ratio}
 
 
@@ -143,10 +149,10 @@ def _measure(family: Family, peaks: bool) -> Row:
     stock, memopt, floor = ((b - a) / count for a, b in zip(_bytes(less), _bytes(more), strict=True))
     rows, tokens = family.sizes[0]
     size = f"{rows} x {tokens}" if tokens else f"{rows} rows"
-    found = _peaks(family, more[0].unit) if peaks else []
+    found, largest = _peaks(family, more[0].unit) if peaks else ([], [])
     return Row(
         family.name, family.model, family.publisher, size, more[0].unit, stock, memopt, floor,
-        _beyond(less, more, count), found, [*([family.note] if family.note else []), *_kernels(more[1])],
+        _beyond(less, more, count), found, largest, [*([family.note] if family.note else []), *_kernels(more[1])],
     )  # fmt: skip
 
 
@@ -249,12 +255,16 @@ def _chunk_loss(model: PreTrainedModel) -> None:
     chunk_loss(model)
 
 
-def _peaks(family: Family, unit: int) -> list[dict[str, int]]:
-    """For each size: variant -> bytes; ``inputs``: of the blocks' inputs, but one. `unit` is that of the first size."""
+def _peaks(family: Family, unit: int) -> tuple[list[dict[str, int]], list[tuple[str, str, int, int]]]:
+    """For each size: variant -> bytes; ``inputs``: of the blocks' inputs, but one. `unit` is that of the first size.
+
+    And `Row.largest`.
+    """
     config = family.config()
     sites = find_deep_sites(build_meta(config))
     patched = load_recipe(DEFAULT_MEMORY_RECIPE)
     found: list[dict[str, int]] = [{} for _ in family.sizes]
+    alive: list[Storage] = []
     has_loss = sites.loss_head is not None and family.architecture.endswith("CausalLM")
     for name, recipe, checkpointing in _VARIANTS:
         rules = patched if recipe else None
@@ -263,22 +273,31 @@ def _peaks(family: Family, unit: int) -> list[dict[str, int]]:
         for at_size, (rows, tokens) in zip(found, family.sizes, strict=True):
             training = dataclasses.replace(first, batch=rows, seq=tokens)
             with contextlib.suppress(ModelError):  # a class without activation checkpointing
-                at_size[name] = _activations(tracer.at(training))
+                at_size[name], alive = _activations(tracer.at(training))
     small, large = (rows * (tokens or 1) for rows, tokens in family.sizes)
     for at_size, size in zip(found, (small, large), strict=True):
         at_size["inputs"] = (len(sites.blocks) - 1) * unit * size // small
-    return found
+    return found, _largest(alive, sites.blocks) if "memopt + ck" in found[-1] else []
 
 
-def _activations(found: Trace) -> int:
-    """The most bytes that live at one time, without weights and their gradients."""
+def _activations(found: Trace) -> tuple[int, list[Storage]]:
+    """The most bytes that live at one time, without weights and their gradients, and the storages that then live."""
     left_out = set(found.gradients)
-    live = most = 0
-    for event in found.events:
-        if event.storage not in left_out and event.storage.part != "gradients":
-            live += event.change
-            most = max(most, live)
-    return most
+    events = [each for each in found.events if each.storage not in left_out and each.storage.part != "gradients"]
+    peak = peak_of((), events)
+    return peak.nbytes, list(peak.alive)
+
+
+def _largest(alive: Sequence[Storage], blocks: Collection[str]) -> list[tuple[str, str, int, int]]:
+    """The `LARGEST` largest kinds of storages: (part, what, number, bytes)."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for each in alive:
+        is_input = each.part == "saved tensors" and each.module in blocks
+        module = re.sub(r"\.\d+(?=\.|$)", ".*", each.module)
+        what = "inputs of blocks" if is_input else f"{module} {each.operation}".strip()
+        kinds.setdefault((each.part, what), []).append(each.nbytes)
+    found = [(part, what, len(sizes), sum(sizes)) for (part, what), sizes in kinds.items()]
+    return sorted(found, key=lambda kind: -kind[-1])[:LARGEST]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,27 @@ the host, all but one, so it takes at least so much. *Both* is memopt with the s
 """
 
 
+#: Part of a storage -> letter in the table.
+_LETTERS = {
+    "saved tensors": "s",
+    "recomputed": "r",
+    "activation gradients": "g",
+    "temporaries": "t",
+    "loss": "l",
+}
+_LARGEST = """\
+What lives at the peak of *both* at about 32k tokens: the five largest, each with its module in the block and the
+operation that made it, in GiB, and why it must live:
+
+- *inputs of blocks*: the second run of each block begins with its input. Offload moves them to the CPU.
+- **s**: another tensor that the forward saved; the backward of the module reads it.
+- **r**: made in the second run of one block. Its backward reads it, or the variables of a function that still runs
+  refer to it (experts). [Tiles of tokens](training.md#tiles-of-tokens) make those of MLPs and experts small,
+  and `long-context` holds no eager attention.
+- **g**: the gradient of an activation, on its way back; **t**: inside of one operation; **l**: a part of the logits.
+"""
+
+
 def families_section(document: Mapping[str, Any]) -> Iterator[str]:
     """Everything under the heading of the families."""
     publishers = ", ".join(f"{name} {count:,}" for name, count in PUBLISHERS.items())
@@ -59,7 +80,24 @@ def families_section(document: Mapping[str, Any]) -> Iterator[str]:
             + " |"
         )
     yield ""
+    yield _LARGEST
+    yield "| family | GiB | the largest |\n|---|---:|---|"
+    for row in document["rows"]:
+        if row.get("largest"):
+            peak = row["peaks"][-1]["memopt + ck"] / GIB
+            yield f"| {row['name']} | {peak:.2f} | {', '.join(map(_item, row['largest']))} |"
+    yield ""
     yield from _beyond(document["rows"])
+
+
+def _item(largest: tuple[str, str, int, int]) -> str:
+    """A cell's part: why it lives, how many there are, the module in its block and the operation, GiB."""
+    part, what, count, nbytes = largest
+    many = f"{count} " if count > 1 else ""
+    if what == "inputs of blocks":
+        return f"{many}{what} {nbytes / GIB:.2f}"
+    module, _, operation = what.rpartition("*.")[2].rpartition(" ")
+    return f"**{_LETTERS[part]}** {many}{module} `{operation}` {nbytes / GIB:.2f}".replace("*.", "")
 
 
 def _layer_cells(row: Mapping[str, Any]) -> Iterator[str]:
