@@ -53,11 +53,10 @@ What lives at the peak of *both* at about 32k tokens: the five largest, each wit
 operation that made it, in GiB, and why it must live:
 
 - *inputs of blocks*: the second run of each block begins with its input. Offload moves them to the CPU.
-- **s**: another tensor that the forward saved; the backward of the module reads it.
-- **r**: made in the second run of one block. Its backward reads it, or the variables of a function that still runs
-  refer to it (experts). [Tiles of tokens](training.md#tiles-of-tokens) make those of MLPs and experts small,
-  and `long-context` holds no eager attention.
-- **g**: the gradient of an activation, on its way back; **t**: inside of one operation; **l**: a part of the logits.
+- (s): another tensor that the forward saved; the backward of the module reads it.
+- (r): made in the second run of one block. Its backward reads it, or the variables of a function that still runs
+  refer to it (experts). [Tiles of tokens](training.md#tiles-of-tokens) make those of MLPs and experts small.
+- (g): the gradient of an activation, on its way back; (t): inside of one operation; (l): a part of the logits.
 """
 
 
@@ -83,9 +82,9 @@ def families_section(document: Mapping[str, Any]) -> Iterator[str]:
     yield _LARGEST
     yield "| family | GiB | the largest |\n|---|---:|---|"
     for row in document["rows"]:
-        if row.get("largest"):
-            peak = row["peaks"][-1]["memopt + ck"] / GIB
-            yield f"| {row['name']} | {peak:.2f} | {', '.join(map(_item, row['largest']))} |"
+        peak = row["peaks"][-1].get("memopt + ck") if row["peaks"] else None
+        if peak is not None:
+            yield f"| {row['name']} | {peak / GIB:.2f} | {', '.join(map(_item, row['largest']))} |"
     yield ""
     yield from _beyond(document["rows"])
 
@@ -97,7 +96,7 @@ def _item(largest: tuple[str, str, int, int]) -> str:
     if what == "inputs of blocks":
         return f"{many}{what} {nbytes / GIB:.2f}"
     module, _, operation = what.rpartition("*.")[2].rpartition(" ")
-    return f"**{_LETTERS[part]}** {many}{module} `{operation}` {nbytes / GIB:.2f}".replace("*.", "")
+    return f"({_LETTERS[part]}) {many}{module} `{operation}` {nbytes / GIB:.2f}".replace("*.", "")
 
 
 def _layer_cells(row: Mapping[str, Any]) -> Iterator[str]:

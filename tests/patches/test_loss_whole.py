@@ -63,3 +63,27 @@ def test_a_head_that_gets_adapters_after_the_patch_is_told_to_be_patched_again()
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"]))
     with pytest.warns(UserWarning, match=r"adapters were added to the head after the patch: patch again"):
         adapted(**tiny_inputs("llama", 2, 16)).loss.backward()
+
+
+class Tagger(nn.Module):
+    """Its own loss reads the scores of all tags at once, as a CRF does."""
+
+    def __init__(self, tags: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, tags)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(ids))
+        best = logits.cumsum(1).logsumexp(-1).mean()
+        return {"loss": best - logits.gather(-1, labels[..., None]).mean(), "logits": logits}
+
+
+@pytest.mark.parametrize(("tags", "warned"), [(5, 0), (40, 1)])
+def test_a_head_with_fewer_classes_than_inputs_has_nothing_to_save(tags: int, warned: int) -> None:
+    ids = torch.randint(0, 50, (2, 9))
+    labels = ids % tags
+    model = memopt.patch(Tagger(tags), inputs={"ids": ids, "labels": labels})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model(ids, labels)["loss"].backward()
+    assert sum("computed whole" in str(each.message) for each in found) == warned

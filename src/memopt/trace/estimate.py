@@ -280,7 +280,7 @@ def _attention_notes(model: PreTrainedModel) -> list[str]:
         kernel = "the kernel that scaled_dot_product_attention chooses on a CUDA device"
     else:
         kernel = f"{model.config._attn_implementation}, as the options, the recipe or the model's class have it"
-    return [f"Attention: {kernel}; no padding and no key/value cache."]
+    return [f"Attention: {kernel}; no padding and no key/value cache (use_cache=False, as in Trainer)."]
 
 
 def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from memopt.environment.partitioned import is_partitioned, version_of_partitioned
 from memopt.kernels.base.autograd import as_leaf, autocast_as
+from memopt.patches.swap import is_swapped, swap_state
 from memopt.recompute.expression import Step, after
 from memopt.torch_compat import FakeTensor, no_dispatch, storage_id
 
@@ -333,9 +334,15 @@ def versions_of(tensors: Iterable[Tensor]) -> Versions:
 
 
 def say_whole(head: nn.Module, why: str) -> None:
-    """Warn, once a reason, that logits of `head` are computed whole in a training step."""
+    """Warn, once a reason, that logits of `head` are computed whole in a training step.
+
+    Not of a head with fewer classes than inputs (of a detector, a tagger): its logits are smaller than its input.
+    """
     if why not in whole.setdefault(head, []):
         whole[head].append(why)
+        state = swap_state(head) if is_swapped(head) else None
+        if getattr(state, "classes", 1) < getattr(state, "inputs", 0):
+            return
         same = "the loss and its gradients are the same, without the saving"
         warnings.warn(f"memopt: the logits of this step are computed whole, since {why}; {same}.", stacklevel=2)
 
