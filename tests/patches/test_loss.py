@@ -108,6 +108,10 @@ def test_cross_entropy(reduction: str, smoothing: float, weighted: bool, bias: b
     compare(lambda logits: F.cross_entropy(flat(logits), labels(), **options), bias=bias)
 
 
+def teacher() -> Tensor:
+    return torch.randn(4, ROWS // 4, CLASSES, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
 def forbidden(logits: Tensor, columns: Any, value: float = -1e4) -> Tensor:
     logits[..., columns] = value
     return logits
@@ -136,6 +140,11 @@ READS = {
     "a module": lambda y: nn.CrossEntropyLoss(label_smoothing=0.1)(flat(y), labels()),
     "log_softmax and nll_loss": lambda y: F.nll_loss(F.log_softmax(flat(y), -1), labels()),
     "log_softmax and gather": lambda y: -y.log_softmax(-1).gather(-1, labels(0).view(4, -1, 1)).sum(),
+    "distillation": lambda y: F.kl_div(F.log_softmax(y / 2, -1), teacher().softmax(-1), reduction="batchmean"),
+    "distillation by a sum": lambda y: F.kl_div(flat(y).log_softmax(-1), flat(teacher()).softmax(-1), reduction="sum"),
+    "distillation of logs": lambda y: nn.KLDivLoss(reduction="mean", log_target=True)(
+        y.log_softmax(-1), teacher().log_softmax(-1)
+    ),
     "logsumexp": lambda y: y.logsumexp(-1).mean(),
     "entropy": lambda y: -(y.softmax(-1) * F.log_softmax(y, dim=-1)).sum(-1).mean(),
     "topk": lambda y: y.topk(3).values.sum(),

@@ -169,6 +169,37 @@ def _nll_loss(function: Any, name: str, logits: Any, target: Any, *args: Any, **
     return _cross_entropy(function, name, logits, target, **dict(zip(names, args, strict=False)), **kwargs)
 
 
+@handles("kl_div")
+def _kl_div(
+    function: Any,
+    name: str,
+    logits: Any,
+    target: Any = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Any:
+    """`torch.nn.functional.kl_div` to probabilities of the same shape, those of a teacher, say."""
+    given = isinstance(logits, LazyLogits) and isinstance(target, Tensor) and not isinstance(target, LazyLogits)
+    if function is not F.kl_div or not given or target.shape != logits.shape or target.requires_grad:
+        return NotImplemented
+    if not (size_average is None and reduce is None and reduction in ("sum", "mean", "batchmean")):
+        return NotImplemented
+    autocast = autocast_dtype(logits)
+    dtype = torch.promote_types(logits.dtype, target.dtype)
+    summed = accumulation_dtype(dtype)
+
+    def finish(y: Tensor, others: Tensor) -> tuple[Tensor]:
+        with autocast_as(autocast, y):
+            each = F.kl_div(y, others, reduction="none", log_target=log_target)
+        return (each.sum(-1, keepdim=True, dtype=summed),)
+
+    (sums,) = by_rows(logits.source, finish, [target.reshape(-1, target.shape[-1])])
+    count = {"sum": 1, "mean": target.numel(), "batchmean": logits.shape[0]}[reduction]
+    return (sums.sum() / count).to(dtype if autocast is None else summed)
+
+
 @handles(" ".join(_REDUCTIONS))
 def _reduction(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> Any:
     position = _REDUCTIONS[name]
