@@ -691,4 +691,41 @@ FAULTS: tuple[Fault, ...] = (
         "    if False:\n",
         ("tests/patches/test_loss_kept.py",),
     ),
+    # Norms by pieces, linears that leave autocast, and what the report asks.
+    Fault(
+        "a piece of a norm's backward replaces the sum of those before",
+        "sums[place] = added(sums[place], piece)",
+        "sums[place] = added(None, piece)",
+        ("tests/patches/test_replay.py", "-k", "pieces"),
+    ),
+    Fault(
+        "a gated norm whose rows depend on each other runs by pieces",
+        'by_rows = kind in ("gated", "other") and copy.is_by_rows(*inputs)',
+        'by_rows = kind in ("gated", "other")',
+        ("tests/walk/probes/test_probe.py", "-k", "gated"),
+    ),
+    Fault(
+        "a linear that leaves autocast counts as a linear",
+        "rtol=1e-12, atol=1e-12) and _casts_as_linear(module, stand_ins)",
+        "rtol=1e-12, atol=1e-12)",
+        ("tests/patches/test_autocast.py", "-k", "leave"),
+    ),
+    Fault(
+        "chains are followed into what the module's code checkpoints",
+        "follows = func in FOLLOWED and self.follows()",
+        "follows = func in FOLLOWED",
+        ("tests/patches/test_chains.py", "-k", "child_that"),
+    ),
+    Fault(
+        "a divergence by chunks is divided by the number of elements",
+        '"batchmean": logits.shape[0]}[reduction]',
+        '"batchmean": target.numel()}[reduction]',
+        ("tests/patches/test_loss.py", "-k", "distillation"),
+    ),
+    Fault(
+        "an instruction that loads two variables counts as one of its own",
+        'elif "LOAD_FAST" in each.opname or each.opname.startswith("LOAD_DEREF"):',
+        'elif each.opname == "LOAD_DEREF":',
+        ("tests/saved/test_applied.py",),
+    ),
 )
