@@ -89,6 +89,11 @@ def test_options_of_a_plan_need_a_budget(options: list[str], capsys: pytest.Capt
     assert "--out and --allow are about the one plan of --budget" in capsys.readouterr().err
 
 
+def test_a_frontier_is_of_one_card(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", "--frontier", "--budget", "24GiB", "--gpu", "h100"]) == 2
+    assert "--gpu and --budget both name one. Leave out --budget." in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_config("llama")
     config.architectures = ["LlamaForCausalLM"]

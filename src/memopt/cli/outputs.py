@@ -64,8 +64,11 @@ class Outputs:
         """The given option that needs the planner; None if neither is given."""
         return "--budget" if self.budget is not None else "--frontier" if self.frontier else None
 
-    def check_options(self) -> None:
+    def check_options(self, gpu: str | None) -> None:
         """
+        Args:
+            gpu: the card that --gpu names.
+
         Raises:
             UsageError: an option is given that needs another one, or --emit names no engine.
         """
@@ -77,6 +80,8 @@ class Outputs:
             if self.out is None or not is_plan:
                 hint = "Give both, e.g. --budget 24GiB --out plan."
                 raise UsageError("--emit writes the plan of --budget into the folder --out.", hint)
+        if self.frontier and self.budget is not None and gpu is not None:
+            raise UsageError("--frontier is of one card, and --gpu and --budget both name one.", "Leave out --budget.")
         if (self.out is not None or self.allow) and not is_plan:
             raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
 

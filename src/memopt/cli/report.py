@@ -134,7 +134,7 @@ def report(
     if longest and (gpu is None or inputs is not None):
         raise UsageError("--longest is about a card, and not about given inputs.", "Add --gpu, or leave out --inputs.")
     asked = outputs.Outputs(html, snapshot, out, emit or (), force, budget, frontier, allow)
-    asked.check_options()
+    asked.check_options(gpu)
     if release_gradients and emit:
         raise UsageError("--release-gradients and --emit cannot go together.", "Add the call to the training yourself.")
     mode = asked.planner or ("--measure" if measure else None)
