@@ -287,9 +287,10 @@ def fit(
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
     """
+    request = Request.of(locals())
     setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
-    setup.check_precision(precision)
-    return Fit.of(headline(Request.of(locals()), gpu=gpu, setup=setup, longest=longest))
+    setup.check_precision(request.precision)
+    return Fit.of(headline(request, gpu=gpu, setup=setup, longest=longest))
 
 
 def unpatch_checkpoint(

@@ -58,7 +58,8 @@ def test_released_gradients_leave_what_they_leave_in_a_real_step(
     assert found <= predict(of).peak.nbytes
 
 
-def test_the_step_of_a_ctc_loss_is_predicted() -> None:
+@pytest.mark.parametrize("targets", [12, 120])
+def test_the_step_of_a_ctc_loss_is_predicted(targets: int) -> None:
     """PyTorch's operator has no rule for fake tensors."""
     config = transformers.Wav2Vec2Config(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, conv_dim=(32, 32),
@@ -66,7 +67,7 @@ def test_the_step_of_a_ctc_loss_is_predicted() -> None:
         num_conv_pos_embedding_groups=4, vocab_size=20, mask_time_prob=0.0, hidden_dropout=0.0, layerdrop=0.0,
     )  # fmt: skip
     config.architectures = ["Wav2Vec2ForCTC"]
-    batch = {"input_values": torch.randn(2, 2000), "labels": torch.randint(1, 20, (2, 12))}
+    batch = {"input_values": torch.randn(2, 2000), "labels": torch.randint(1, 20, (2, targets))}
     training = Training(2, 128, precision="fp32", cuda_kernels=False)
     of = Step(config, training, sites_of(config), load_recipe("exact-unfolded"), inputs=batch)
     real = RealStep(of, Setup())

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoConfig
 
@@ -225,6 +226,9 @@ def test_a_report_that_is_asked_whether_it_fits_names_fit() -> None:
         ({"seq": 2.0}, "seq is 2.0, and"),
         ({"lora_rank": None}, "lora_rank is None, and"),
         ({"train": "qlora", "lora_dtype": "base"}, "'base' has no effect"),
+        ({"lora_dropout": "0.1"}, "lora_dropout is '0.1', and"),
+        ({"devices": 2.0, "sharding": "zero3"}, "Devices (2.0) and micro-batches (1) have to be whole and positive"),
+        ({"precision": 16, "release_gradients": True}, "precision is 16"),
         ({"precision": "fp16", "release_gradients": True}, "Gradients cannot be released with fp16"),
     ],
     ids=str,
@@ -236,8 +240,10 @@ def test_a_value_that_an_argument_cannot_have_is_named(arguments: dict[str, Any]
     assert words in str(raised.value)
 
 
-def test_targets_of_adapters_may_be_one_text() -> None:
-    """As PEFT's `target_modules`."""
+def test_targets_and_overrides_may_be_one_text() -> None:
+    """As PEFT's `target_modules`; and numbers may be NumPy's."""
+    assert Request("MODEL", batch=np.int64(2)).batch == 2
+    assert Request("MODEL", overrides="loss.method=none").overrides == ("loss.method=none",)
     assert Request("MODEL", lora_targets="q_proj, v_proj").lora_targets == ("q_proj", "v_proj")
 
 

@@ -271,6 +271,21 @@ def test_a_dtype_that_a_model_does_not_run_in_names_the_precision() -> None:
     assert caught.value.hint == "Use another --precision."
 
 
+def test_code_that_multiplies_with_a_packed_weight_names_what_to_skip() -> None:
+    """Jamba's does."""
+    config = transformers.JambaConfig(
+        hidden_size=64, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, attn_layer_offset=1, attn_layer_period=2, expert_layer_period=2, expert_layer_offset=1,
+    )  # fmt: skip
+    config.architectures = ["JambaForCausalLM"]
+    training = Training(1, 16, train="qlora")
+    with pytest.raises(ModelError, match="llm_int8_skip_modules of quantization_config in config"):
+        trace_account(Step(config, training, sites_of(config)))
+    skipped = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["dt_proj"]}
+    config.quantization_config = skipped
+    assert trace_account(Step(config, training, sites_of(config))).total
+
+
 def test_a_missing_peft_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match="needs peft"):

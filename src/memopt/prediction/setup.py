@@ -81,8 +81,10 @@ class Setup:
         """
         check_choice("optimizer", self.optimizer, get_args(Optimizer))
         check_choice("sharding", self.sharding, get_args(Sharding))
-        if self.devices < 1 or self.accumulation < 1:
-            raise UsageError(f"Devices ({self.devices}) and micro-batches ({self.accumulation}) have to be 1 or more.")
+        if any(type(each) is not int or each < 1 for each in (self.devices, self.accumulation)):
+            raise UsageError(
+                f"Devices ({self.devices!r}) and micro-batches ({self.accumulation!r}) have to be whole and positive."
+            )
         if self.sharding != "none" and self.devices == 1:
             raise UsageError(f"Sharding '{self.sharding}' needs more than one device.", "Add devices, e.g. 8.")
         if self.sharding == "none" and self.devices > 1:

@@ -138,6 +138,11 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
             size = f"batch {training.batch}" + (f" x {training.seq} tokens" if training.seq else "")
             raise ModelError(f"{size.capitalize()} is too large to trace here.", "Use a smaller --batch.") from error
         hint = "Use another --precision." if "expected scalar type" in str(error) else PASS_INPUTS
+        if training.train == "qlora" and "uint8" in str(error):
+            hint = (
+                "Its code multiplies with a weight that would be in 4 bits: name it in llm_int8_skip_modules of "
+                "quantization_config in config.json, or use --train lora."
+            )
         raise ModelError(
             f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
             None if inputs is not None else hint,

@@ -295,7 +295,7 @@ def _ctc_loss(
     known = known_values(target_lengths) if isinstance(target_lengths, Tensor) else torch.tensor(target_lengths)
     width = targets.shape[-1] if targets.dim() > 1 else -(-targets.shape[0] // logs.shape[1])
     longest = width if known is None else int(known.max())
-    if 2 * longest > logs.shape[0]:
+    if longest > logs.shape[0]:
         raise ValueError(f"{longest} targets may not fit in {logs.shape[0]} steps")
     loss: Tensor = _CTC.apply(logs, targets, longest)  # type: ignore[no-untyped-call]
     if zero_infinity:

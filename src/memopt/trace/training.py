@@ -125,8 +125,14 @@ class Request:
                 check_choice(each.name, value, choices)
         for name in ("batch", "seq", "lora_rank"):
             value = getattr(self, name)
+            if hasattr(value, "__index__") and type(value) is not bool:  # NumPy's integers too
+                object.__setattr__(self, name, value := int(value))
             if (value is not None or name == "lora_rank") and (type(value) is not int or not 1 <= value < 1 << 53):
                 raise UsageError(f"{name} is {value!r}, and has to be a whole number from 1 to 2^53.")
+        if not isinstance(self.lora_dropout, int | float) or not 0 <= self.lora_dropout <= 1:
+            raise UsageError(f"lora_dropout is {self.lora_dropout!r}, and has to be a number from 0 to 1.")
+        if isinstance(self.overrides, str):
+            object.__setattr__(self, "overrides", (self.overrides,))
         if isinstance(self.lora_targets, str):  # as PEFT's target_modules
             names = tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
             object.__setattr__(self, "lora_targets", names)

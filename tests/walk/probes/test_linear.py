@@ -39,6 +39,14 @@ def test_a_linear_that_is_written_out_is_one() -> None:
     assert is_linear(Written(4, 3, bias=False))
 
 
+def test_a_subclass_is_one_whatever_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert is_linear(Written(4, 3, bias=False))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_linear_that_leaves_autocast_is_none(device: str) -> None:
     assert not is_linear(LeavesAutocast(device))

@@ -145,7 +145,7 @@ def _gradients_by_pieces(
     found = [torch.empty_like(each) if need else None for each, need in zip(inputs, needs[:count], strict=True)]
     sums: list[Tensor | None] = [None] * len(parameters)
     for part in cut:
-        given = [*(each[part] for each in inputs), *parameters]
+        given = [*(each[part].contiguous() for each in inputs), *parameters]
         of_piece = gradients_again(lambda tensors: [function(*tensors)], given, needs, [dy[part]])
         for whole, piece in zip(found, of_piece[:count], strict=True):
             if whole is not None:
@@ -177,7 +177,7 @@ class _ByRows:
             return self.run(inputs, parameters)
         y: Tensor | None = None
         for part in cut:
-            piece = self.run([each[part] for each in inputs], parameters)
+            piece = self.run([each[part].contiguous() for each in inputs], parameters)
             if y is None:
                 y = torch.empty(inputs[0].shape, dtype=piece.dtype, device=piece.device)
             y[part] = piece
@@ -186,16 +186,16 @@ class _ByRows:
 
 
 def _cut(tensors: Sequence[Tensor]) -> Iterator[tuple[slice, ...]] | None:
-    """The pieces of `tensors`, in the first dimension that can be cut; None if they are small, or of several shapes."""
+    """The pieces of `tensors`, in the longest dimension but the last; None if they are small, or of several shapes."""
     first = tensors[0]
     if first.numel() < 2 * LEAST or first.is_meta or any(each.shape != first.shape for each in tensors):
         return None
     if is_batched(tensors) or not all(type(each) in _PLAIN_TYPES for each in tensors):
         return None
-    dim = next(dim for dim, size in enumerate(first.shape) if size > 1)
-    rows = max(1, LEAST * first.size(dim) // first.numel())
-    if dim == first.dim() - 1:
+    dim = max(range(first.dim() - 1), key=first.size, default=None)
+    if dim is None or first.size(dim) < 2:
         return None
+    rows = max(1, LEAST * first.size(dim) // first.numel())
     parts = (slice(start, start + rows) for start in range(0, first.size(dim), rows))
     return ((*[slice(None)] * dim, part) for part in pieces(parts, first))
 

@@ -52,7 +52,7 @@ def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
         ValueError: the module cannot be swapped.
     """
     weight = module._parameters.get("weight")
-    # Other weights are quantised: their linears cast as `F.linear` does.
+    # Weights of integers are quantised: their linears cast as `F.linear` does.
     casts = weight is not None and (
         not weight.is_floating_point() or is_linear(module) or is_linear(module, transposed=True)
     )

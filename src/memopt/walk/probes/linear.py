@@ -59,7 +59,7 @@ def _casts_as_linear(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -
     try:
         torch.set_autocast_enabled("cuda", True)  # code may leave it by this name, whatever the device
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), _Outside() as outside:
-            y = alone.forward(torch.ones(2, 3, _WIDTH))
+            y = alone.forward(torch.ones(2, 3, _WIDTH, dtype=torch.float32))
         return isinstance(y, Tensor) and y.dtype is torch.bfloat16 and not outside.ran
     except Exception:  # a forward may raise anything
         return False
