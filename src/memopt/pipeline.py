@@ -229,8 +229,7 @@ def report(
         RecipeError: the recipe is unknown.
         UsageError: an argument belongs to :func:`fit`, or is unknown.
     """
-    if of_fit:
-        names = ", ".join(f"{name}=..." for name in of_fit)
+    if names := ", ".join(f"{name}=..." for name in of_fit):
         hint = f"Whether a step fits is answered by memopt.fit(model, {names})." if of_fit.keys() <= _OF_FIT else None
         raise UsageError(f"memopt.report does not take {names}.", hint)
     return report_on(Request.of(locals()), note)
