@@ -23,6 +23,7 @@ from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
 from memopt.patches.activation.slot import save_as_code
 from memopt.plan.recipe import load_recipe
 from memopt.saved import RecomputeScope
+from memopt.saved.kept import APPLY
 from memopt.trace.account import account, live_bytes
 from tests import factories
 
@@ -581,7 +582,8 @@ def test_a_compiled_part_of_a_block_works_inside() -> None:
     stock, patched = pair(built())
     for layer in patched.layers:
         layer.down.compile(backend="aot_eager")
-    assert is_exact(stock, patched)
+    # From PyTorch 2.14 on, a compiled function saves a detached alias of its input: it counts as no reader.
+    assert (is_approximate if APPLY is None else is_exact)(stock, patched)
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "gpt2"])
