@@ -194,6 +194,8 @@ def report(
     attention: Implementation | None = None,
     overrides: Sequence[str] = (),
     inputs: Mapping[str, Any] | str | Path | None = None,
+    images: int | None = None,
+    image_side: int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     note: Note | None = None,
@@ -219,6 +221,8 @@ def report(
         attention: the ``attn_implementation`` with which the model is loaded; by default transformers' choice.
         overrides: keys of the recipe to change, as ``key=value``.
         inputs: a batch of the size to report, or a file that holds one.
+        images: images in each row of text; the tokens of their features are among the `seq`.
+        image_side: height and width of an image in pixels, by default those in the config.
         revision: branch, tag or commit; hub ids only.
         trust_remote_code: run the Python files that come with the model.
         note: called with a sentence before a step that takes long.
@@ -264,6 +268,8 @@ def fit(
     attention: Implementation | None = None,
     overrides: Sequence[str] = (),
     inputs: Mapping[str, Any] | str | Path | None = None,
+    images: int | None = None,
+    image_side: int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Fit:

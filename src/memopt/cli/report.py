@@ -47,6 +47,12 @@ def report(
     seq: Annotated[
         int | None, common.optional("Tokens in a row; default: the config's limit, at most 2048.", "TOKENS", min=1)
     ] = None,
+    images: Annotated[
+        int | None, common.optional("Images in a row of text; their features are among its tokens.", "IMAGES", min=1)
+    ] = None,
+    image_side: Annotated[
+        int | None, common.optional("Height and width of an image; default: the config's.", "PIXELS", min=1)
+    ] = None,
     precision: Annotated[
         Precision, typer.Option(help="Dtype of the weights; mixed is fp32 weights under autocast.")
     ] = "bf16",
@@ -119,7 +125,8 @@ def report(
 
     Example: memopt report meta-llama/Llama-3.1-8B --seq 8192 --train lora --gpu rtx4090
     """
-    if inputs is not None and (given := [n for n, v in (("--batch", batch), ("--seq", seq)) if v is not None]):
+    sizes = {"--batch": batch, "--seq": seq, "--images": images, "--image-side": image_side}
+    if inputs is not None and (given := [option for option, value in sizes.items() if value is not None]):
         raise UsageError(
             f"--inputs and {given[0]} cannot go together: the file says how large the batch is.",
             f"Leave out {' and '.join(given)}, or --inputs.",

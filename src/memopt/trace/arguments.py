@@ -64,7 +64,8 @@ def example_of(config: PreTrainedConfig, sites: Sites, training: Training) -> Ex
     Raises:
         ModelError: no arguments of the model's forward are recognised.
     """
-    size = Training(training.batch, training.seq, training.precision, dropout=training.dropout)
+    names = ("batch", "seq", "precision", "dropout", "images", "image_side")
+    size = Training(**{name: getattr(training, name) for name in names})
     return _example(_Model(config, sites), size)
 
 
@@ -160,7 +161,7 @@ class _Finder:
 
         with plain_functions(self.model, STAND_INS):
             with AnyGroupedProduct(), autocast_of_meta():
-                inputs = step_inputs(self.short, Size(size.batch, size.seq), runs=runs)
+                inputs = step_inputs(self.short, _size(size), runs=runs)
                 targets = self._like_inputs(inputs) or training_targets(
                     self.short, placed(inputs, "meta", self.model.dtype), run=_run_without_values
                 )
@@ -184,6 +185,10 @@ class _Finder:
                 return {}
             found[name] = target.new_zeros(inputs[known].shape)
         return found
+
+
+def _size(of: Training) -> Size:
+    return Size(of.batch, of.seq, of.images, of.image_side)
 
 
 def _shape(value: Any) -> torch.Size | None:
@@ -212,7 +217,7 @@ def _that_runs(
         return Example(MappingProxyType(dict(inputs)), MappingProxyType(targets), is_read=True)
 
     if example is None:
-        example = with_targets(step_inputs(model, Size(size.batch, size.seq), runs=runs))
+        example = with_targets(step_inputs(model, _size(size), runs=runs))
     elif not example.targets:  # on the meta device a forward that reads values returns no loss
         example = with_targets(example.inputs)
     if _runs_without_values(model, fake, size, replace(example, is_read=False), functions):
@@ -258,13 +263,14 @@ def _with_values(tensor: Tensor, value: int) -> Tensor:
 
 
 def _like(arguments: Mapping[str, Any], dtype: torch.dtype | None = None, valued: bool = False) -> dict[str, Any]:
-    """Fake or zero tensors for a trace, floating ones in `dtype`; with `valued`, other tensors keep their values."""
+    """Fake tensors for a trace, or ones and zeros, floating ones in `dtype`; with `valued`, other tensors keep their values."""
 
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (valued and not (leaf.is_meta or leaf.is_floating_point())):
             return leaf
-        zeros = torch.zeros(leaf.shape, dtype=dtype or leaf.dtype)  # fake, and so are integers cast from it
-        return zeros if leaf.is_floating_point() else zeros.to(leaf.dtype)
+        # Not zeros: some models drop images that are 0 everywhere. Fake, and so are integers cast from it.
+        numbers = torch.full(leaf.shape, float(leaf.is_floating_point()), dtype=dtype or leaf.dtype)
+        return numbers if leaf.is_floating_point() else numbers.to(leaf.dtype)
 
     return {name: tree_map(like, value) for name, value in arguments.items()}
 

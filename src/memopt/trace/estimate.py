@@ -138,6 +138,8 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
             size = f"batch {training.batch}" + (f" x {training.seq} tokens" if training.seq else "")
             raise ModelError(f"{size.capitalize()} is too large to trace here.", "Use a smaller --batch.") from error
         hint = "Use another --precision." if "expected scalar type" in str(error) else PASS_INPUTS
+        if training.image_side is not None:
+            hint = "Leave out --image-side: the model may take images of one size only."
         if training.train == "qlora" and "uint8" in str(error):
             hint = (
                 "Its code multiplies with a weight that would be in 4 bits: name it in llm_int8_skip_modules of "
@@ -159,7 +161,8 @@ def _sizes(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> list[str]:
     if sizes:
         return [f"Inputs: {', '.join(sizes)}; others with --inputs batch.pt."]
     idle = [each for each in ("vision", "audio", "speech") if getattr(config, f"{each}_config", None) is not None]
-    why = "memory for them is not counted; for a step with them, give a batch: --inputs batch.pt"
+    how = "--images 1, or a batch: --inputs batch.pt" if "vision" in idle else "give a batch: --inputs batch.pt"
+    why = f"memory for them is not counted; for a step with them, {how}"
     return [f"Inputs: text alone. The model's {' and '.join(idle)} part does not run: {why}."] if idle else []
 
 

@@ -49,6 +49,10 @@ class Training:
     """None: the attention that transformers chooses."""
     adapter_fp32: bool = False
     """LoRA weights in fp32 beside 16-bit base weights, PEFT's default; beside 4-bit ones they always are."""
+    images: int = 0
+    """Images in each row of text, whose features count as tokens of the row."""
+    image_side: int | None = None
+    """Height and width of an image in pixels; None for those in the config."""
 
     @property
     def has_adapters(self) -> bool:
@@ -80,6 +84,9 @@ class Training:
 
     def __str__(self) -> str:
         words = [f"batch {self.batch}" + (f" x {self.seq} tokens" if self.seq else ""), self.precision]
+        if self.images or self.image_side:
+            count = f"{self.images} image{'s' * (self.images > 1)} a row" if self.images else "images"
+            words.insert(1, count + (f" of {self.image_side} x {self.image_side}" if self.image_side else ""))
         if self.has_adapters:
             kind = "LoRA" if self.train == "lora" else "QLoRA"
             dropout = f", dropout {self.lora_dropout:g}" if self.lora_dropout else ""
@@ -109,6 +116,8 @@ class Request:
     attention: Implementation | None = None
     overrides: Sequence[str] = ()
     inputs: Mapping[str, Any] | str | Path | None = None
+    images: int | None = None
+    image_side: int | None = None
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -123,7 +132,11 @@ class Request:
             value = getattr(self, each.name)
             if choices and (value is not None or each.default is not None):
                 check_choice(each.name, value, choices)
-        for name in ("batch", "seq", "lora_rank"):
+        if self.inputs is not None and (self.images or self.image_side):
+            raise UsageError(
+                "images and inputs cannot go together: the batch says which images there are.", "Leave out one."
+            )
+        for name in ("batch", "seq", "lora_rank", "images", "image_side"):
             value = getattr(self, name)
             if hasattr(value, "__index__") and type(value) is not bool:  # NumPy's integers too
                 object.__setattr__(self, name, value := int(value))
@@ -150,6 +163,8 @@ class Request:
         """The settings: without `batch` one row, without targets every linear; config or `inputs` may change sizes."""
         return Training(
             batch=self.batch or 1,
+            images=self.images or 0,
+            image_side=self.image_side,
             precision=self.precision,
             train=self.train,
             lora_rank=self.lora_rank,

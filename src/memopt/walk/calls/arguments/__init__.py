@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from memopt.walk.calls.arguments.images import image_alone
-from memopt.walk.calls.arguments.in_text import image_in_text, sound_in_text, video_in_text
+from memopt.walk.calls.arguments.in_text import image_in_text, sound_in_text, stated_images, video_in_text
 from memopt.walk.calls.arguments.request import Forms, Kwargs, Request, Size
 from memopt.walk.calls.arguments.sequences import anything, as_documented, as_named, codes, embedded, series, text
 from memopt.walk.calls.arguments.singles import complete
@@ -53,7 +53,7 @@ def candidates(
                 yield f"main:{name.partition(':')[2]}", shared
     else:
         request = Request.of(model, variant, seed, size=size)
-    for modality, rule in RULES:
+    for modality, rule in (("image", stated_images),) if request.step.images else RULES:
         # A config may have any value (a window of 0); a rule that raises has no more proposals.
         try:
             for detail, given in rule(request):

@@ -16,10 +16,12 @@ _FRAMES = ("num_frames", "frames_per_clip")
 _MASKED = 4
 
 _SIDES = ("image_size", "img_size", "max_img_size", "input_size")
-_FACTORS = ("scale_factor", "downsample_factor", "pixel_shuffle_factor")
+FACTORS = ("scale_factor", "downsample_factor", "pixel_shuffle_factor")
 _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 #: Patches a side of an image whose size is passed as an argument.
 _FEW_PATCHES = 8
+#: Features a side of an image of any size in a training step.
+_STEP_FEATURES = 16
 
 #: Endings of the name of a grid argument; they name its columns: time, height and width, or height and width.
 _GRIDS = ("grid_thw", "grid_hws", "grid_hw")
@@ -63,11 +65,15 @@ def image_forms(request: Request, *, odd_size: bool = False) -> Forms:
     if "image_sizes" in request.names:
         if resolutions := request.setting("image_grid_pinpoints"):
             yield "tiles by size", _tiles_by_size(request, values, side, resolutions)
-        height, width = (min(pixels, _FEW_PATCHES * request.patch_side) for pixels in side_of(request))
+        height, width = side_of(request)
+        if request.step.side is None:
+            few = 2 * _STEP_FEATURES if request.step.images else _FEW_PATCHES
+            height, width = (min(pixels, few * request.patch_side) for pixels in (height, width))
         sizes = torch.tensor([[height, width]] * request.batch)
         yield "of a size", {values: image(request, (height, width)), **extra, "image_sizes": sizes}
     yield "", {values: image(request, side), **extra}
-    several = _several(request, side, request.whole(*_FRAMES, default=2))
+    count = request.step.images or request.whole(*_FRAMES, default=2)
+    several = _several(request, side, count)
     yield "several", {values: several, **extra}
     if "pixel_attention_mask" in request.names:
         # Tiles, or a robot's cameras, come with a mask of the tiles or cameras that are present.
@@ -93,7 +99,7 @@ def image(request: Request, side: tuple[int, int]) -> torch.Tensor:
 
 def side_of(request: Request) -> tuple[int, int]:
     """(height, width) in pixels."""
-    size = request.setting(*_SIDES, default=224)
+    size = request.step.side or request.setting(*_SIDES, default=224)
     if isinstance(size, dict):
         size = (size.get("height", 224), size.get("width", 224))
     height, width = (224, 224)
@@ -105,7 +111,7 @@ def side_of(request: Request) -> tuple[int, int]:
         # The prompt is put above the image.
         height //= 2
     # A fixed number of windows a side, or features merged before the text model, divide the sides in patches.
-    merged = request.whole(*_FACTORS, default=1) if "input_ids" in request.names else 1
+    merged = request.whole(*FACTORS, default=1) if "input_ids" in request.names else 1
     group = request.whole("num_windows_side", "num_windows", default=merged)
     if group > 1:
         step = group * request.patch_side
@@ -142,7 +148,7 @@ def _other_towers(request: Request, values: str) -> Kwargs:
 
 def _several(request: Request, side: tuple[int, int], count: int) -> torch.Tensor:
     """`count` images a row: frames, a pair, or tiles; in a walk, one row only if `count` is above 4."""
-    if request.setting(*_SIDES) is None:
+    if request.setting(*_SIDES) is None and request.step.side is None:
         side = side[0] // 2, side[1] // 2
     rows = request.batch if count <= 4 or request.size else 1
     return request.normal(rows, count, request.channels, *side)
@@ -179,11 +185,16 @@ def merge_of(request: Request) -> int:
 def _packed(request: Request, values: str, video: bool) -> Forms:
     """(detail, kwargs) for patches of images or videos in `values`; nothing if no argument has the patches' positions.
 
-    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3; in a step first of 16 x 16.
+    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3; in a step first of 16 x 16, or of the
+    side that the step gives.
     """
     merged = request.whole(*_MERGES, "pooling_kernel_size", default=2)
-    small = (2 * merged, (3 if request.variant == "odd" else 2) * merged)
-    for rows, columns in [(16 * merged, 16 * merged), small] if request.size else [small]:
+    sizes = [(2 * merged, (3 if request.variant == "odd" else 2) * merged)]
+    if request.step.side is not None:
+        sizes = [(max(1, request.step.side // (request.patch_side * merged)) * merged,) * 2]
+    elif request.size:
+        sizes.insert(0, (_STEP_FEATURES * merged, _STEP_FEATURES * merged))
+    for rows, columns in sizes:
         yield from _by_grid(request, values, video, rows, columns)
         yield from _by_shape(request, values, rows, columns)
         yield from _by_position(request, values, video, rows, columns)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.errors import ModelError
 from memopt.walk.aten.meta_reads import MetaReads
-from memopt.walk.calls.arguments.images import image_forms, merge_of, side_of, video_forms
+from memopt.walk.calls.arguments.images import FACTORS, image_forms, merge_of, side_of, video_forms
 from memopt.walk.calls.arguments.request import PLACEHOLDERS, Forms, Kwargs, Request, parameters_of
 from memopt.walk.calls.arguments.singles import complete
 from memopt.walk.calls.arguments.sounds import sounds_of_one_length
@@ -25,6 +26,18 @@ _FORMS_OF_A_WRAPPER = 4
 
 def image_in_text(request: Request) -> Forms:
     return _in_text(request, "image", image_forms)
+
+
+def stated_images(request: Request) -> Forms:
+    """Text with as many images as a step asks for.
+
+    Raises:
+        ModelError: no token of the model stands for an image.
+    """
+    if not isinstance(request.setting(*PLACEHOLDERS["image"]), int):
+        name = type(request.model).__name__
+        raise ModelError(f"{name} has no token that stands for an image in text.", "Leave out --images.")
+    return image_in_text(request)
 
 
 def video_in_text(request: Request) -> Forms:
@@ -45,6 +58,7 @@ def _in_text(request: Request, modality: str, forms: Callable[[Request], Forms])
         return
     method = f"get_{modality}_features"
     tower = next((module for module in request.model.modules() if callable(getattr(module, method, None))), None)
+    text, request = request, _a_row_for_each_image(request)
     measured = None if tower is None else _measured(request, tower, forms, method)
     if measured is not None:
         detail, pixels, features = measured
@@ -52,23 +66,45 @@ def _in_text(request: Request, modality: str, forms: Callable[[Request], Forms])
         others = [] if tower is request.model else list(islice(forms(request), _FORMS_OF_A_WRAPPER))
         for form, given in {detail: pixels, **{form: given for form, given in others if form != detail}}.items():
             if given := {name: value for name, value in given.items() if name in request.names}:
-                yield form, _with_placeholders(request, given, token, modality, features)
+                yield form, _with_placeholders(text, given, token, modality, features)
     elif modality == "image":
-        # If the method of a tower fails, only the first guess is tried: its error is reported.
-        few = 1 if tower is not None else None
-        for detail, pixels in islice(forms(request), few or _GUESSED_FORMS):
+        # If the method of a tower fails, a walk tries only the first guess: its error is reported.
+        few = 1 if tower is not None and not request.step.images else None
+        for detail, pixels in islice(forms(request), few or (None if request.step.images else _GUESSED_FORMS)):
             for count in _guesses(request, pixels)[:few]:
-                yield f"{detail} {count} features".lstrip(), _with_placeholders(request, pixels, token, modality, count)
+                if request.step.images and count >= text.length:
+                    continue  # it cannot be the number: a row has too few tokens for it
+                yield f"{detail} {count} features".lstrip(), _with_placeholders(text, pixels, token, modality, count)
+
+
+def _a_row_for_each_image(request: Request) -> Request:
+    """`request` with the images of all its rows as rows of their own, as models take them."""
+    step = request.step
+    return replace(request, size=replace(step, rows=step.rows * step.images, images=1)) if step.images else request
 
 
 def _with_placeholders(request: Request, pixels: Kwargs, token: int, modality: str, features: int) -> Kwargs:
-    """Text with `features` placeholders a row, between the start and end tokens of an image, if there are any."""
-    ids = request.ids()
+    """Text with `features` placeholders for each image, between the start and end tokens of an image, if there are any.
+
+    A step's number of tokens counts them, if it says how many images there are.
+
+    Raises:
+        ModelError: the images have more features than a row of the step has tokens.
+    """
     opening, closing = (
         [value for value in [request.setting(f"{modality}_{end}", f"vision_{end}")] if isinstance(value, int)]
         for end in ("start_token_id", "end_token_id")
     )
-    middle = torch.tensor([*opening, *[token] * features, *closing]).expand(request.batch, -1)
+    images, length = request.step.images, request.length
+    middle = torch.tensor([*opening, *[token] * features, *closing] * max(1, images)).expand(request.batch, -1)
+    if images:
+        length -= middle.shape[1]
+    if length < 1:
+        raise ModelError(
+            f"A row of {request.length} tokens is too short for images of {middle.shape[1]} tokens.",
+            "Use a larger --seq, fewer --images or a smaller --image-side.",
+        )
+    ids = request.ids(length)
     ids = torch.cat([ids[:, :4], middle, ids[:, 4:]], 1)
     # Token types distinguish text, images and videos.
     types = (ids == token).long() * (2 if modality == "video" and "mm_token_type_ids" in request.names else 1)
@@ -106,8 +142,10 @@ def _run(tower: nn.Module, method: str, values: torch.Tensor, kwargs: Kwargs) ->
         # The values of a grid are read, so it must not be on meta.
         return value if weight.is_meta else value.to(weight.device)
 
-    with preserved(tower), torch.no_grad(), MetaReads():
-        return getattr(tower, method)(placed(values), **{name: placed(value) for name, value in kwargs.items()})
+    given = {name: placed(value) for name, value in kwargs.items()}
+    has_values = any(isinstance(value, torch.Tensor) and not value.is_meta for value in given.values())
+    with preserved(tower), torch.no_grad(), MetaReads(keeps_values=has_values):
+        return getattr(tower, method)(placed(values), **given)
 
 
 def _rows(output: Any) -> int:
@@ -128,5 +166,6 @@ def _guesses(request: Request, pixels: Kwargs) -> list[int]:
     height, width = (pixels // request.patch_side for pixels in side_of(request))
     patches = height * width
     stated = request.setting("mm_tokens_per_image", "image_seq_length", "image_token_num", "num_image_tokens")
-    counts = [stated, patches, patches + 1, patches // 4, 1]
+    merged = request.whole(*FACTORS, default=2)
+    counts = [stated, patches, patches + 1, patches // merged**2, patches // 4, 1]
     return list(dict.fromkeys(count for count in counts if isinstance(count, int) and count > 0))

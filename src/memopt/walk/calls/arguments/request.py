@@ -63,6 +63,10 @@ class Size:
     rows: int
     tokens: int | None = None
     """Tokens in each row; None where the model reads no tokens, or for the number that a walk uses."""
+    images: int = 0
+    """Images in each row of text; their features count as tokens of the row."""
+    side: int | None = None
+    """Height and width of an image in pixels; None for those in the config."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,13 @@ class Request:
         return next((name for name in names if name in self.names), "")
 
     @property
+    def step(self) -> Size:
+        """The size of the step; a few rows if none is given."""
+        return self.size or Size(BATCH)
+
+    @property
     def batch(self) -> int:
-        return self.size.rows if self.size else BATCH
+        return self.step.rows
 
     @property
     def length(self) -> int:
