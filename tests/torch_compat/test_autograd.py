@@ -36,6 +36,23 @@ def test_disabled_hooks_say_why() -> None:
         assert torch_compat.saved_tensors_hooks_disabled() == "no hooks here"
 
 
+def test_saved_tensors_are_kept_from_foreign_hooks_unless_hooks_are_disabled() -> None:
+    seen: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch_compat.without_foreign_hooks():
+            leaf().sin()
+        assert not seen
+        leaf().sin()
+        assert len(seen) == 1
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"), torch_compat.without_foreign_hooks():
+        leaf().sin().sum().backward()
+
+
 def test_sequence_numbers_rise_with_every_node() -> None:
     first = torch_compat.next_sequence_number()
     a = leaf() * 2

@@ -58,5 +58,10 @@ def drop_record(model: nn.Module) -> None:
         _said.pop(module, None)
 
 
+def recorded_in(model: nn.Module) -> nn.Module | None:
+    """`model`, or the patched model inside it; None without one."""
+    return next(_recorded(model), None)
+
+
 def _recorded(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if _ATTRIBUTE in vars(module))

@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.recompute.versions import versions_of
-from memopt.torch_compat import TorchDispatchMode, no_modes, no_torch_function, storage_id, tree_leaves, tree_map
+from memopt.torch_compat import (
+    TorchDispatchMode,
+    no_modes,
+    no_torch_function,
+    storage_id,
+    tree_leaves,
+    tree_map,
+    without_foreign_hooks,
+)
 
 _COMPARED = (bool, float, str, type(None), torch.dtype, torch.device, torch.layout)
 _PLAIN = (*_COMPARED, int)
@@ -50,7 +57,7 @@ def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     Raises:
         NotPureError: one of these checks fails, or the function does not run without values.
     """
-    with no_modes(), no_torch_function(), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+    with no_modes(), no_torch_function(), without_foreign_hooks():
         copies: dict[int, Tensor] = {}
         given, named = on_meta(tuple(args), copies), {name: on_meta(value, copies) for name, value in kwargs.items()}
         versions = versions_of([*copies.values()])

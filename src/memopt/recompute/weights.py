@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.recompute.rules import RULES, WEIGHT, Node, recomputable
 from memopt.recompute.versions import check_version, with_witness
-from memopt.torch_compat import FakeTensor, saved, shows_saved
+from memopt.torch_compat import FakeTensor, saved, shows_saved, without_foreign_hooks
 
 _METADATA_KEY = "memopt.weight"
 _SUM = "BaddbmmBackward0"
@@ -58,7 +57,7 @@ def tell_weight(value: Tensor, weight: Tensor, settings: Settings) -> bool:
 def adds(compute: Callable[[], Tensor], weight: Tensor) -> bool:
     """Whether ``compute()`` adds a batched product to `weight`, and the recomputed sum equals its result bit by bit."""
     # Checkpointing's hooks would take the reads of saved tensors here for a backward.
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with without_foreign_hooks():
         value = compute()
         if not tell_weight(value, weight, Settings()):
             return False

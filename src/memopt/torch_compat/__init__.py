@@ -36,6 +36,7 @@ from memopt.torch_compat.autograd import (
     top_saved_tensors_hooks,
     unpack_hooks,
     weak_storage,
+    without_foreign_hooks,
 )
 from memopt.torch_compat.compiling import eagerly, keep_result, partition_traced_graph
 from memopt.torch_compat.dispatch import (

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.torch_compat.activations import OPERATIONS
 from memopt.torch_compat.lookup import find, is_found
@@ -46,6 +48,19 @@ Entering disabled hooks is an error, so without this name no scope opens.
 """
 if not is_found(_TOP):
     saved_tensors_hooks_disabled = _unknown_message
+_ANSWERS = saved_tensors_hooks_disabled is not _unknown_message
+
+
+def without_foreign_hooks() -> AbstractContextManager[object]:
+    """Keeps saved tensors from foreign hooks (checkpointing, offloading); there are none where hooks are disabled."""
+    if _ANSWERS and saved_tensors_hooks_disabled() is not None:
+        return nullcontext()
+    return saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
 
 # -- graph nodes ----------------------------------------------------------------------------------------------------
 

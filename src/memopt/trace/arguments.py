@@ -263,7 +263,7 @@ def _with_values(tensor: Tensor, value: int) -> Tensor:
 
 
 def _like(arguments: Mapping[str, Any], dtype: torch.dtype | None = None, valued: bool = False) -> dict[str, Any]:
-    """Fake tensors for a trace, or ones and zeros, floating ones in `dtype`; with `valued`, other tensors keep their values."""
+    """Fake tensors in a trace, else ones and zeros, floating ones in `dtype`; with `valued`, others keep values."""
 
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (valued and not (leaf.is_meta or leaf.is_floating_point())):

@@ -50,11 +50,6 @@ class DirectFunction(torch.autograd.Function, metaclass=_Direct):
 DIRECT_APPLY: CodeType = DirectFunction.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
-def itself(tensor: Tensor) -> Tensor:
-    """``saved_tensors_hooks(itself, itself)`` keeps saved tensors from foreign hooks (checkpointing, offloading)."""
-    return tensor
-
-
 def refuse_double_backward() -> None:
     """Call it first in a backward that is not itself differentiable.
 

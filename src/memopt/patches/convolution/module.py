@@ -58,7 +58,8 @@ def _run(stock: Callable[..., Tensor], module: Any, *args: Any, **kwargs: Any) -
     x: Any = args[0] if args else None
     if len(args) != 1 or kwargs or not isinstance(x, Tensor) or not x.requires_grad or x.numel() < LARGE:
         return stock(module, *args, **kwargs)
-    if not _has_own_forward(module):  # any more
+    # A weight that is computed anew at each read (a parametrisation, which may draw numbers) is read once.
+    if not _has_own_forward(module) or "parametrizations" in module._modules:  # any more
         return stock(module, *args)
     weight, bias = module.weight, module.bias
     dtype = autocast_dtype(x) or x.dtype

@@ -73,7 +73,9 @@ def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Mod
     down = children[rewrite.down]
     assert down is not None
     with rewrite.scope.around(module, args, kwargs):
-        if len(given) != 1 or not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
+        # A weight that is computed anew at each read (a parametrisation, which may draw numbers) is left to stock.
+        is_plain = len(given) == 1 and "parametrizations" not in down._modules
+        if not is_plain or not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
             return stock(module, *args, **kwargs)
         # A function of its own, so that only autograd refers to the saved tensors when the scope ends.
         return _run(rewrite, children, down, given[0])
@@ -124,8 +126,9 @@ def _gets_a_cast(down: nn.Module, x: Tensor) -> bool:
     """Whether the weight of `down` has another floating-point dtype than `x`, without autocast. The stock forward may
     then cast in between (T5 in fp16). Integer weights of quantised linears do not count."""
     weight = down._parameters.get("weight")
-    if weight is None:
-        weight = getattr(down, "weight", None)
+    if weight is None:  # PEFT's adapters, or no parameter; never by attribute, which may compute it
+        inner = getattr(down, "base_layer", down)
+        weight = inner._parameters.get("weight", vars(inner).get("weight"))
     if not isinstance(weight, Tensor) or weight.dtype is x.dtype or not weight.is_floating_point():
         return False
     return autocast_dtype(x) is None

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
@@ -23,7 +22,6 @@ from memopt.kernels.base.autograd import (
     autocast_as,
     batched_gradients,
     is_batched,
-    itself,
     refuse_double_backward,
 )
 from memopt.kernels.base.precision import accumulation_dtype
@@ -38,6 +36,7 @@ from memopt.kernels.loss.function import (
 from memopt.kernels.loss.reference import losses_of
 from memopt.patches.loss.plain import Plain, add_product_, sums_of
 from memopt.patches.loss.source import run
+from memopt.torch_compat import without_foreign_hooks
 
 
 def losses_by_blocks(plain: Plain, target: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ class _BlocksFunction(DirectFunction):
         target, class_weight, lse, x, weight, bias, *others = ctx.saved_tensors
         if is_batched((dlosses,)):
             cut = plain.source.cut
-            with torch.enable_grad(), saved_tensors_hooks(itself, itself):
+            with torch.enable_grad(), without_foreign_hooks():
                 leaf = as_leaf(x)
                 losses = losses_of(cut.values(leaf), target, plain.arguments)
                 inputs = (leaf, *replace(plain, source=cut).tensors[1:])

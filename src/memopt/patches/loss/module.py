@@ -28,7 +28,7 @@ from memopt.patches.loss.source import (
     whole,
 )
 from memopt.patches.reads import observed_reads
-from memopt.patches.record import warn_once
+from memopt.patches.record import record_of, recorded_in, warn_once
 from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
 from memopt.torch_compat import (
     fsdp_leaves_gathered,
@@ -39,6 +39,7 @@ from memopt.torch_compat import (
     modules_that_run,
 )
 from memopt.walk.probes.linear import is_linear
+from memopt.walk.sites import is_inside
 
 _NOT_ONE_TENSOR = "their head is called with something else than one tensor of hidden states"
 _WHOLE = (
@@ -119,12 +120,45 @@ def whole_logits(model: nn.Module) -> Iterator[str]:
         yield from (f"logits of {name} were computed whole, since {why}" for why in whole.get(module, ()))
 
 
-def say_who_computes_it(block: nn.Module) -> None:
-    """Warn of :func:`replaced_forwards` in the running model: trainers may replace forwards after the patch."""
+def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """Name, module and arguments of :func:`patch_head` where another module stands in the place of a patched head."""
+    recorded = recorded_in(model)
+    if recorded is None or (record := record_of(recorded)) is None:
+        return
+    plan, named = record.plan, dict(recorded.named_modules())
+    heads = [name for name, each in named.items() if is_swapped(each) and isinstance(swap_state(each), LossRewrite)]
+    widths = {linear.parameter: linear.width for linear in plan.sites.linears}
+    for site in plan.chosen("loss"):
+        name = site.module
+        if name in named and not any(each == name or is_inside(each, name) or is_inside(name, each) for each in heads):
+            yield name, named[name], {"inputs": widths[site.parameter], "classes": site.vocab_size}
+
+
+def look_at_heads(block: nn.Module, **options: Any) -> None:
+    """Patch heads that were replaced since the patch (by a resized vocabulary, say), and warn of what stays whole.
+
+    Trainers may replace forwards as well: warn of :func:`replaced_forwards`.
+
+    Args:
+        block: a block of the running model.
+        options: `lean` and `room` of :func:`patch_head`.
+    """
     model = ([block, *modules_that_run()])[-1]
+    for _, head, arguments in list(replaced_heads(model)):
+        # The forward of this class is known. Other classes need a proof, which must not run inside a forward.
+        if type(head) is nn.Linear and "forward" not in vars(head) and head.in_features == arguments["inputs"]:
+            patch_head(head, head.in_features, head.out_features, **options)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_rank() == 0:
-        warn_once(model, replaced_forwards(model))
+        warn_once(model, remarks_on(model))
+
+
+def remarks_on(model: nn.Module) -> Iterator[str]:
+    """A sentence for each head, or forward around heads, that was replaced since the patch."""
+    for name, head, _ in replaced_heads(model):
+        then = "the next training step patches it" if type(head) is nn.Linear else "unpatch, and patch again"
+        yield f"{name} was replaced since the patch, so its logits are whole: {then}"
+    yield from replaced_forwards(model)
 
 
 def patch_that_contracts(module: nn.Module, inputs: int, classes: int, **options: Any) -> None:

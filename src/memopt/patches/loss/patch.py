@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -58,8 +59,7 @@ class LossPatch(Patch, Levels, Checks, Reports):
     def apply(self, live: Live) -> None:
         from memopt.patches.loss.module import head_of, patch_head, patch_that_contracts
 
-        rules = live.plan.recipe.rules(LossRules)
-        options = {"lean": rules.method == "lean", "room": rules.room << 20}
+        options = _options(live.plan)
         linears = {linear.parameter: linear for linear in live.plan.sites.linears}
         for head in live.plan.chosen("loss"):
             linear = linears[head.parameter]
@@ -71,22 +71,27 @@ class LossPatch(Patch, Levels, Checks, Reports):
         first = plan.sites.blocks[:1]
 
         def prepare(scope: str) -> Callable[[nn.Module], None] | None:
-            from memopt.patches.loss.module import say_who_computes_it
+            from memopt.patches.loss.module import look_at_heads
 
-            return say_who_computes_it if scope in first else None
+            return functools.partial(look_at_heads, **_options(plan)) if scope in first else None
 
         return InScopes(prepare=prepare if plan.chosen(self.name) else None)
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
-        from memopt.patches.loss.module import replaced_forwards, whole_logits
+        from memopt.patches.loss.module import remarks_on, whole_logits
 
-        yield from replaced_forwards(model)
+        yield from remarks_on(model)
         yield from whole_logits(model)
 
     def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterator[Check]:
         from memopt.patches.loss.checks import verify_losses
 
         return verify_losses(modules, limit)
+
+
+def _options(plan: PlanView) -> dict[str, Any]:
+    rules = plan.recipe.rules(LossRules)
+    return {"lean": rules.method == "lean", "room": rules.room << 20}
 
 
 PATCH = LossPatch()

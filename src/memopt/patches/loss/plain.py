@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.kernels.base.autograd import itself
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.loss.rows import chunk_bytes, in_tiles, is_on_gpu
 from memopt.patches.loss.source import Source, distinct, run
+from memopt.torch_compat import without_foreign_hooks
 
 #: Least rows of a chunk: a product of so many is not bound by reading W.
 ROWS = 256
@@ -128,7 +127,7 @@ class Plain:
         read = distinct(t for operation in cut.operations for t in operation.tensors)
         wanted = [t for t, total in zip(read, sums, strict=True) if total is not None]
         # Foreign saved-tensor hooks (checkpointing, offloading) must not get the saved tensors of a chunk.
-        with torch.enable_grad(), saved_tensors_hooks(itself, itself):
+        with torch.enable_grad(), without_foreign_hooks():
             z = run(cut.operations, y.requires_grad_(), columns)
         write(z.detach(), out=(dz := torch.empty_like(z)))  # not over z: an operation may have saved its result
         dy, *found = torch.autograd.grad(z, (y, *wanted), dz, allow_unused=True)

@@ -62,7 +62,8 @@ def _cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         return NotImplemented  # the stock function raises the right error
     arguments = LossArguments(weight, label_smoothing, ignore_index)
-    dtype = _dtype_of_loss(logits.dtype, autocast_dtype(logits), logits.device)
+    forms = tuple(None if each is None else each.dtype for each in (logits, target, weight))
+    dtype = _dtype_of_loss(*forms, label_smoothing, autocast_dtype(logits), logits.device)
     loss: Tensor = logits.source.in_call(lambda source: _loss(source, target, arguments, reduction))
     return loss.to(dtype)
 
@@ -153,11 +154,24 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _dtype_of_loss(dtype: torch.dtype, autocast: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of the stock loss: autocast computes it in fp32."""
+def _dtype_of_loss(
+    logits: torch.dtype,
+    target: torch.dtype,
+    weight: torch.dtype | None,
+    label_smoothing: float,
+    autocast: torch.dtype | None,
+    device: torch.device,
+) -> torch.dtype:
+    """The dtype of the stock loss of tensors of these dtypes: autocast computes it in fp32.
+
+    Raises:
+        RuntimeError: the stock function takes no such dtypes together.
+    """
     with torch.no_grad(), no_dispatch():  # hidden from modes that count allocations: only the first step computes it
-        target = torch.zeros(1, dtype=torch.long, device=device)
-        return F.cross_entropy(torch.zeros((1, 2), dtype=dtype, device=device), target).dtype
+        row = torch.zeros((1, 2), dtype=logits, device=device)
+        labels = torch.zeros((1, 2) if target.is_floating_point else (1,), dtype=target, device=device)
+        weights = None if weight is None else torch.ones(2, dtype=weight, device=device)
+        return F.cross_entropy(row, labels, weights, label_smoothing=label_smoothing).dtype
 
 
 @handles("nll_loss")

@@ -15,20 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
     as_leaf,
     batched_gradients,
     is_batched,
-    itself,
     refuse_double_backward,
 )
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.patches.loss.source import Source
-from memopt.torch_compat import FakeTensor
+from memopt.torch_compat import FakeTensor, without_foreign_hooks
 
 #: Least bytes of a chunk. A chunk takes as many bytes as the head's input, so that the loss takes no more than one more
 #: activation; with fewer bytes than these, a product would have hardly any rows.
@@ -144,7 +142,7 @@ class _RowsFunction(DirectFunction):
         wanted = ctx.needs_input_grad[1]
         source = plan.source.cut
         if is_batched(gradients):
-            with torch.enable_grad(), saved_tensors_hooks(itself, itself):
+            with torch.enable_grad(), without_foreign_hooks():
                 leaf = as_leaf(x)
                 results = plan.finish(source.values(leaf), *arguments)
             found = batched_gradients(results, (leaf, *source.tensors), gradients)
@@ -153,7 +151,7 @@ class _RowsFunction(DirectFunction):
         sums: list[Tensor | None] = [None] * len(tensors)  # None stays where no chunk reads the tensor, as in stock
         for part, rows, given in plan.chunks(x, arguments):
             # Foreign saved-tensor hooks (checkpointing, offloading) must not get the saved tensors of a chunk.
-            with torch.enable_grad(), saved_tensors_hooks(itself, itself):
+            with torch.enable_grad(), without_foreign_hooks():
                 leaf = rows.detach().requires_grad_(wanted)
                 results = plan.finish(source.values(leaf, plan.rows), *given)
                 pairs = [(y, dy[part]) for y, dy in zip(results, gradients, strict=True) if y.requires_grad]

@@ -19,13 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.autograd import (
     are_from_checkpoint,
     autocast_as,
     is_batched,
-    itself,
     may_be_overwritten,
     refuse_double_backward,
 )
@@ -35,7 +33,7 @@ from memopt.patches.rerun import Around, have_moved, random_states, standing
 from memopt.patches.swap import Layer, Rewrite, is_watched, layer_of, restore_forward, steps_aside, swap_forward
 from memopt.patches.tile.probe import by_rows
 from memopt.recompute.pure import with_tensors, without_tensors
-from memopt.torch_compat import is_checkpointed_region, tree_leaves
+from memopt.torch_compat import is_checkpointed_region, tree_leaves, without_foreign_hooks
 
 _WHY = ", since the module runs again in backward, by tiles of tokens. Change weights after backward"
 #: A tile has a multiple of this many tokens, to fill the tiles of matrix product kernels.
@@ -117,7 +115,7 @@ def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module,
     around, random = Around.of(module, x), random_states(x)
     # The tiles have graphs, since code may ask for them, and an experts' parameter that no token reaches has no
     # gradient. No cache of autocast: its casts would keep the graph of a tile.
-    with saved_tensors_hooks(itself, itself), autocast_as(around.autocast, x):
+    with without_foreign_hooks(), autocast_as(around.autocast, x):
         joined = _joined(run, x, size)
     around.held.settle()
     again = _Again(run, around, size, random if have_moved(random, x) else ())

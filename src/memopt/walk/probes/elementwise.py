@@ -83,7 +83,7 @@ def _only_linear(module: nn.Module) -> str | None:
     if len(children) != 1 or own:
         return None
     ((name, child),) = children.items()
-    weight = getattr(child, "weight", None)
+    weight = None if isinstance(child, nn.Embedding) else getattr(child, "weight", None)
     return name if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
@@ -116,7 +116,7 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
     if copy.tries(x) != x.shape:
         return None
     y = copy.run(x)
-    if not y.isfinite().all() or not _is_elementwise(copy, x, y, by_channel=channels > 1):
+    if not y.is_floating_point() or not y.isfinite().all() or not _is_elementwise(copy, x, y, by_channel=channels > 1):
         return None
     # Parameters and buffers on meta have other values in the model than in the copy.
     has_parameters = next(module.parameters(), None) is not None
