@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from memopt.checkpoint.sources.header import Header, TensorInfo
 from memopt.environment.files import parse_json
@@ -31,24 +31,18 @@ class Shard:
     """File of the source that holds the tensors."""
 
 
-class Weights(Protocol):
+@dataclass(frozen=True)
+class Weights:
     """The weights of an opened checkpoint. Only headers have been read; tensors are read on demand, in ranges."""
 
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        """All files, in the order of their names."""
-
-    @property
-    def index(self) -> bytes | None:
-        """Content of the shard index; None for a single file."""
-
-    @property
-    def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """Tensor -> the other tensors that share its storage."""
-
-    @property
-    def copies_as_is(self) -> bool:
-        """Whether each shard's `origin` has the layout of its header, so that bytes can be copied file to file."""
+    shards: tuple[Shard, ...]
+    """All files, in the order of their names."""
+    index: bytes | None
+    """Content of the shard index; None for a single file."""
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensor -> the other tensors that share its storage."""
+    copies_as_is: ClassVar[bool]
+    """Whether each shard's `origin` has the layout of its header, so that bytes can be copied file to file."""
 
     def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
         """Fill `buffer` with the bytes of a tensor from `start` on, in the safetensors layout.
@@ -56,18 +50,16 @@ class Weights(Protocol):
         Raises:
             ModelError: the file cannot be read, or became shorter.
         """
+        raise NotImplementedError
 
 
 class Format(Protocol):
     """One format of weight files."""
 
-    @property
-    def suffix(self) -> str:
-        """Suffix of its files; an index file has this suffix and ``.index.json``."""
-
-    @property
-    def runs_code(self) -> bool:
-        """Whether opening such a file can run code, so that the user has to allow it."""
+    suffix: str
+    """Suffix of its files; an index file has this suffix and ``.index.json``."""
+    runs_code: bool
+    """Whether opening such a file can run code, so that the user has to allow it."""
 
     def is_in(self, root: Path) -> bool:
         """Whether the folder has weights in this format under the names that transformers looks for.
@@ -82,19 +74,6 @@ class Format(Protocol):
         Raises:
             ModelError: a file is missing, damaged or not of the format.
         """
-
-
-@dataclass(frozen=True)
-class NoWeights:
-    """Weights that were not downloaded."""
-
-    shards: tuple[Shard, ...] = ()
-    index: bytes | None = None
-    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    copies_as_is: bool = False
-
-    def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
-        raise ModelError(f"The weights were not downloaded, so tensor '{info.name}' cannot be read.")
 
 
 def parse_index(path: Path, content: bytes) -> dict[str, str]:

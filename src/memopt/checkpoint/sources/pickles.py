@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memopt.checkpoint.sources.base import Shard, named_shards, parse_index
+from memopt.checkpoint.sources.base import Shard, Weights, named_shards, parse_index
 from memopt.checkpoint.sources.header import TensorInfo, build_header, torch_dtype
 from memopt.environment.files import MAX_JSON_BYTES, read_small
 from memopt.errors import ModelError
@@ -48,17 +48,15 @@ class PickleFormat:
             tensors.update(found)
         if sum(len(shard.header.tensors) for shard in shards) != len(tensors):
             raise ModelError(f"The shards in '{root}' contain a tensor twice.")
-        return PickledTensors(tensors, tuple(shards), _index(shards) if len(shards) > 1 else None, _aliases(tensors))
+        index = _index(shards) if len(shards) > 1 else None
+        return PickledTensors(tuple(shards), index, _aliases(tensors), tensors=tensors)
 
 
 @dataclass(frozen=True)
-class PickledTensors:
+class PickledTensors(Weights):
     """Tensors of one or more pickle files, with the layout of the safetensors files that replace them."""
 
-    tensors: Mapping[str, torch.Tensor]
-    shards: tuple[Shard, ...]
-    index: bytes | None
-    aliases: Mapping[str, tuple[str, ...]]
+    tensors: Mapping[str, torch.Tensor] = field(kw_only=True)
     copies_as_is = False
 
     def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:

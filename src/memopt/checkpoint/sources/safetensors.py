@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from memopt.checkpoint.sources.base import INDEX, SINGLE, Shard, named_shards, parse_index
+from memopt.checkpoint.sources.base import INDEX, SINGLE, Shard, Weights, named_shards, parse_index
 from memopt.checkpoint.sources.header import Header, TensorInfo, read_header, read_headers
 from memopt.environment.files import MAX_JSON_BYTES, read_small
 from memopt.errors import ModelError
@@ -38,12 +38,9 @@ class SafetensorsFormat:
 
 
 @dataclass(frozen=True)
-class SafetensorsFiles:
-    """Weights in safetensors files."""
+class SafetensorsFiles(Weights):
+    """Weights in safetensors files; such a file holds no tensor twice."""
 
-    shards: tuple[Shard, ...]
-    index: bytes | None
-    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # such a file holds no tensor twice
     copies_as_is = True
 
     def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:

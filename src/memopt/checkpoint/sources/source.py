@@ -15,11 +15,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.checkpoint.sources.base import INDEX, SINGLE, Format, NoWeights, Shard, Weights, belongs_to
+from memopt.checkpoint.sources.base import INDEX, SINGLE, Format, Shard, Weights, belongs_to
 from memopt.checkpoint.sources.header import TensorInfo, torch_dtype
 from memopt.checkpoint.sources.hub import OTHER_WEIGHTS, commit_of, locate
 from memopt.checkpoint.sources.pickles import PickleFormat
-from memopt.checkpoint.sources.safetensors import SafetensorsFormat
+from memopt.checkpoint.sources.safetensors import SafetensorsFiles, SafetensorsFormat
 from memopt.environment.files import MAX_CONFIG_NESTS, check_folder, check_side_file, parse_json, read_small
 from memopt.errors import ModelError
 from memopt.walk.models.adapter import refuse_adapter
@@ -109,7 +109,7 @@ def open_source(
     refuse_adapter(root)
     config = read_config(root)
     if not weights and not _has_weights(root):
-        opened: Weights = NoWeights()
+        opened: Weights = SafetensorsFiles((), None)  # they were not downloaded
     else:
         opened = _format_of(root, allow_pickle).open(root)
     known = {shard.name for shard in opened.shards} | {INDEX, MANIFEST, "config.json"}
