@@ -87,7 +87,7 @@ class Scaler:
     def __call__(self, block: Bits, columns: slice, out: Bits) -> None:
         """Scale `block` (outer, size, inner), whose coordinates are `columns` of the axis, into `out`."""
         start = columns.start
-        for piece in tiles(_shape3(block), _TILE):
+        for piece in tiles(block.shape, _TILE):
             place = slice(start + piece[1].start, start + piece[1].stop)
             self._tile(block[piece], place, out[piece])
 
@@ -115,9 +115,9 @@ def fold_shift(beta: Floats, scale: float, size: int, channels: Channels = None)
 
 def contract(block: Bits, dtype: str, shift: Floats) -> Pair:
     """Sum over the middle dimension of `block` (outer, size, inner) times `shift` (size), as a pair (outer, inner)."""
-    outer, _, inner = _shape3(block)
+    outer, _, inner = block.shape
     total = zero_pair(outer, inner)
-    for piece in tiles(_shape3(block), _TILE):
+    for piece in tiles(block.shape, _TILE):
         terms = decode(block[piece], dtype) * shift[None, piece[1], None]
         accumulate(total, piece, sum_pair((terms, np.zeros_like(terms)), axis=1))
     return total
@@ -212,8 +212,3 @@ def _to_odd(high: Floats, low: Floats) -> Floats:
     bits: npt.NDArray[np.int64] = high.view(np.int64) - (inexact & (np.signbit(low) != np.signbit(high)))
     bits[inexact] |= 1
     return bits.view(np.float64)
-
-
-def _shape3(block: Bits) -> tuple[int, int, int]:
-    outer, size, inner = block.shape
-    return outer, size, inner

@@ -11,7 +11,7 @@ def view3(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
 
 
-def tiles(shape: tuple[int, int, int], limit: int) -> Iterator[tuple[slice, slice, slice]]:
+def tiles(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, slice, slice]]:
     """Cut a contiguous 3-D array into contiguous pieces of at most `limit` elements, in order."""
     outer, size, inner = shape
     if 0 in shape:

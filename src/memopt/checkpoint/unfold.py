@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.checkpoint import arithmetic
-from memopt.checkpoint.arithmetic import Bits, Channels, Floats
-from memopt.checkpoint.fold import Fold, FoldPlan, Scale, Shift, ShiftPart, map_names
+from memopt.checkpoint.arithmetic import Bits, Floats, spread
+from memopt.checkpoint.fold import Fold, FoldPlan, Scale, Shift, map_names
 from memopt.checkpoint.shards import as_bytes, blocks, read_floats, scale_of, shifted
 from memopt.checkpoint.sources.header import DTYPE_BITS, FLOAT_DTYPES
 from memopt.checkpoint.sources.source import CheckpointSource
@@ -189,7 +189,8 @@ class _Unfolding:
             restored = arithmetic.decode(block.restored, dtype) if parts else block.patched
             for bias, part, norm in parts:
                 before, after = (
-                    _shift(part, shape, each)[block.where[1]] for each in (norm.shift, norm.restored_shift)
+                    arithmetic.fold_shift(each, part.scale, shape[part.axis], part.channels)[block.where[1]]
+                    for each in (norm.shift, norm.restored_shift)
                 )
                 product = np.einsum("osi,s->oi", block.patched, before) - np.einsum("osi,s->oi", restored, after)
                 sums[bias][block.where[0], block.where[2]] += product
@@ -209,9 +210,9 @@ class _Unfolding:
         factor, free = np.ones(size), np.ones(size, dtype=bool)
         for part in operation.parts:
             norm, count = self.norms.get(part.gamma), prod(self.source.tensors[part.gamma].shape)
-            factor *= _spread(np.ones(count) if norm is None else norm.factor(), size, part.channels, 1.0)
+            factor *= spread(np.ones(count) if norm is None else norm.factor(), size, part.channels, neutral=1.0)
             own = np.zeros(count) if norm is None else norm.identity & ~norm.kept
-            free &= _spread(own.astype(np.float64), size, part.channels, 1.0) > 0
+            free &= spread(own.astype(np.float64), size, part.channels, neutral=1.0) > 0
         width, width_before = (DTYPE_BITS[each.dtype] // 8 for each in (info, before))
         for where, start, bits in blocks(self.patched, info, operation.axis):
             column = (None, where[1], None)
@@ -269,14 +270,6 @@ class _Unfolding:
 
     def record(self, key: str, original: bool) -> None:
         (self.done.original if original else self.done.computed).append(key)
-
-
-def _shift(part: ShiftPart, shape: tuple[int, ...], values: Floats) -> Floats:
-    return arithmetic.fold_shift(values, part.scale, shape[part.axis], part.channels)
-
-
-def _spread(values: Floats, size: int, channels: Channels, neutral: float) -> Floats:
-    return arithmetic.spread(values, size, channels, neutral=neutral)
 
 
 def _converted(bits: Bits, dtype: str, to: str) -> Bits:

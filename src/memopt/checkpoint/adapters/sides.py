@@ -9,8 +9,8 @@ import numpy as np
 from memopt.checkpoint import arithmetic
 from memopt.checkpoint.adapters.folder import Adapter, Part
 from memopt.checkpoint.arithmetic import Floats
-from memopt.checkpoint.fold import Fold, FoldedConsumer, FoldPlan
-from memopt.checkpoint.shards import read_floats
+from memopt.checkpoint.fold import Fold, FoldedConsumer, FoldPlan, Scale
+from memopt.checkpoint.shards import read_floats, scale_of
 from memopt.checkpoint.sources.header import TensorInfo
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.errors import NegativeVerdict
@@ -48,16 +48,15 @@ class Sides:
         self.folds = folds
 
     def reader(self, name: str, parts: list[tuple[Fold, FoldedConsumer]]) -> Reader:
-        axis = parts[0][1].axis
-        size = self.base.tensors[name].shape[axis]
-        scale, shift = np.ones(size), np.zeros(size)
+        operation = self.operations[name]
+        assert isinstance(operation, Scale)
+        size = self.base.tensors[name].shape[operation.axis]
+        scale, shift = scale_of(self.base, operation, size), np.zeros(size)
         for fold, consumer in parts:
-            gamma = read_floats(self.base, fold.weight)
-            scale = scale * arithmetic.fold_scale(gamma, fold.offset, size, consumer.channels)
             if fold.bias:
                 beta = read_floats(self.base, fold.bias)
                 shift = shift + arithmetic.fold_shift(beta, consumer.scale, size, consumer.channels)
-        return Reader(name, axis, scale, shift, parts[0][0].norm)
+        return Reader(name, operation.axis, scale, shift, parts[0][0].norm)
 
     def reader_of(self, part: Part) -> Reader | None:
         """The reader of folded norms that a part of the adapter is added to, or replaces."""
