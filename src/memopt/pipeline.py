@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memopt.checkpoint.atomic import Note, Notes
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import InputsRecord
 from memopt.checkpoint.names import check_names
@@ -34,7 +35,6 @@ from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, i
 from memopt.walk.models.attention import Implementation
 from memopt.walk.models.config import load_config
 
-Note = Callable[[str], None]
 #: Arguments of `fit` that `report` does not have.
 _OF_FIT = {"gpu", "optimizer", "sharding", "devices"}
 
@@ -126,13 +126,7 @@ def patch_checkpoint(
     rules = load_recipe(recipe, overrides)
     batch = given_batch(inputs)
     target = Path(out) if out is not None else default_folder(str(source))
-    notes: list[str] = []
-
-    def tell(text: str) -> None:
-        notes.append(text)
-        if note is not None:
-            note(text)
-
+    notes = Notes(note)
     checkpoint = _open(str(source), revision=revision, allow_pickle=allow_pickle, weights=not dry_run)
     if not dry_run:  # the writer would refuse these only after the walk
         check_space(check_target(target, checkpoint.root, force=force), checkpoint.space_needed)
@@ -141,20 +135,20 @@ def patch_checkpoint(
     if checkpoint.shards:
         config = load_config(checkpoint.root, trust_remote_code=trust_remote_code)
         for text in check_names(checkpoint, config).notes:
-            tell(text)
+            notes.tell(text)
     sites, driven = walk_source(checkpoint, batch, trust_remote_code)
     plan = make_plan(sites, rules)
-    _tell(plan, tell, made_by_processor=driven if batch is None else None)
+    _tell(plan, notes.tell, made_by_processor=driven if batch is None else None)
     _check_rewrites(checkpoint, plan)
     if not plan.folds():
-        tell(
+        notes.tell(
             "No norm is folded, so no weight changes: the folder is a copy. memopt.patch(model) saves as much without "
             "one."
         )
-    emitted = _emitted(checkpoint, plan, target, kinds, tell) if kinds else {}
+    emitted = _emitted(checkpoint, plan, target, kinds, notes.tell) if kinds else {}
     if dry_run:
         return PatchResult(
-            checkpoint, _check_files(checkpoint, plan, tell), target, None, tuple(notes), tuple(sorted(emitted))
+            checkpoint, _check_files(checkpoint, plan, notes.tell), target, None, tuple(notes), tuple(sorted(emitted))
         )
     written = write_checkpoint(
         checkpoint,
@@ -164,7 +158,7 @@ def patch_checkpoint(
         inputs=_record(inputs, driven),
         emitted=emitted,
         progress=progress,
-        note=tell,
+        note=notes.tell,
     )
     return PatchResult(checkpoint, written.plan, target, written, tuple(notes), written.manifest.emitted)
 
@@ -336,16 +330,10 @@ def unpatch_checkpoint(
     if record.folded_norms():
         original = original_of(record, against, allow_pickle)
         folds = folds_of(record, patched, original, trust_remote_code)
-    notes: list[str] = []
-
-    def tell(text: str) -> None:
-        notes.append(text)
-        if note is not None:
-            note(text)
-
-    unfolded = write_unpatched(patched, original, folds, target, progress=progress, note=tell)
+    notes = Notes(note)
+    unfolded = write_unpatched(patched, original, folds, target, progress=progress, note=notes.tell)
     for name, reason in unfolded.kept:
-        tell(f"{name} keeps its folded form: {reason}.")
+        notes.tell(f"{name} keeps its folded form: {reason}.")
     return UnpatchResult(patched.root, target, unfolded, tuple(notes))
 
 

@@ -41,6 +41,20 @@ _ATTEMPTS = 5
 Note = Callable[[str], None]
 
 
+class Notes(list[str]):
+    """The sentences that a user should read; each is also given to `note` as soon as it is known."""
+
+    def __init__(self, note: Note | None) -> None:
+        super().__init__()
+        self._note = note
+
+    def tell(self, text: str) -> None:
+        """Add a sentence."""
+        self.append(text)
+        if self._note is not None:
+            self._note(text)
+
+
 @contextmanager
 def staged(out: Path, *, force: bool | None, note: Note) -> Iterator[Path]:
     """A temporary folder that becomes `out` when the block ends, and is removed when it fails.

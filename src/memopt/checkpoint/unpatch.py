@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from memopt.checkpoint.atomic import staged
+from memopt.checkpoint.atomic import Note, staged
 from memopt.checkpoint.card import CARD, MAX_BYTES, source_card
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.manifest import CONFIG_KEY
@@ -26,7 +26,7 @@ def write_unpatched(
     out: Path,
     *,
     progress: Callable[[int, int], None] | None = None,
-    note: Callable[[str], None] | None = None,
+    note: Note | None = None,
 ) -> Unfolded:
     """Write the stock form of `patched` to the folder `out`; all of it or nothing.
 

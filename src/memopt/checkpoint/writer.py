@@ -15,7 +15,7 @@ import numpy as np
 
 import memopt
 from memopt.checkpoint.arithmetic import RangeChanges, epsilon
-from memopt.checkpoint.atomic import staged
+from memopt.checkpoint.atomic import Note, Notes, staged
 from memopt.checkpoint.card import CARD, patched_card
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import (
@@ -64,7 +64,7 @@ def write_checkpoint(
     inputs: InputsRecord | None = None,
     emitted: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
-    note: Callable[[str], None] | None = None,
+    note: Note | None = None,
 ) -> WriteResult:
     """Write `source` to the folder `out` with the folds of `plan` applied; all of it or nothing.
 
@@ -86,25 +86,19 @@ def write_checkpoint(
         raise NegativeVerdict(f"'{source.model}' is already patched.", "Patch the model that it was made from.")
     out = check_target(out, source.root, force=force)
     check_space(out, source.space_needed)
-    notes: list[str] = []
-    tell = note or (lambda text: None)
-
-    def remember(text: str) -> None:
-        notes.append(text)
-        tell(text)
-
-    with staged(out, force=force, note=tell) as stage, _Workers(source, progress) as workers:
+    notes = Notes(note)
+    with staged(out, force=force, note=note or (lambda text: None)) as stage, _Workers(source, progress) as workers:
         folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases)
         folds, shards = _write_shards(source, folds, stage, workers)
         for norm, reason in folds.refused:
-            remember(f"{norm} is shared instead of folded: {reason}.")
+            notes.tell(f"{norm} is shared instead of folded: {reason}.")
         plan = folds.revise(plan)
-        copy_side_files(source, stage, remember)
+        copy_side_files(source, stage, notes.tell)
         _write_config(source, plan, folds, stage)
         manifest = _manifest(source, plan, folds, shards, stage, workers, inputs)
         card, why_not = patched_card(source.root, manifest)
         if why_not:
-            remember(why_not)
+            notes.tell(why_not)
         manifest = _write_files({} if card is None else {CARD: card}, manifest, stage)
         manifest = replace(_write_files(added, manifest, stage), notes=tuple(notes), emitted=tuple(sorted(added)))
         (stage / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
@@ -183,7 +177,7 @@ def _record(path: Path, advance: Callable[[int], None] | None = None) -> FileRec
     return FileRecord(sha256(path, advance), path.stat().st_size)
 
 
-def copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str], None]) -> None:
+def copy_side_files(source: CheckpointSource, stage: Path, note: Note) -> None:
     """Copy every file that belongs to the model and is no weight, and the shard index, to the folder `stage`."""
     copy_files(source, stage)
     if source.weights.index is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from memopt.checkpoint.adapters.convert import convert
 from memopt.checkpoint.adapters.folder import Adapter, open_adapter
 from memopt.checkpoint.adapters.writer import Fit, write_adapter
+from memopt.checkpoint.atomic import Note, Notes
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import CONFIG_KEY
 from memopt.checkpoint.original import folds_of, original_of, walk_source
@@ -20,8 +21,6 @@ from memopt.environment.generators import generators_kept
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
-
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,7 @@ def convert_adapter(
         NegativeVerdict: nothing is folded, or the adapter has no exact form on the other side.
         OutputError: `out` cannot be used or written.
     """
-    notes: list[str] = []
-
-    def tell(text: str) -> None:
-        notes.append(text)
-        if note is not None:
-            note(text)
-
+    notes = Notes(note)
     opened = open_adapter(adapter)
     source = open_source(str(model), revision=revision, allow_pickle=allow_pickle)
     if is_patched(source.root):
@@ -114,15 +107,15 @@ def convert_adapter(
         forms = _of_stock(source, load_recipe(recipe, overrides), trust_remote_code)
     if not forms.folds:
         raise NegativeVerdict(f"No norm of '{model}' is folded, so the adapter fits the stock and the patched model.")
-    _check_fit(opened, forms, forms.fit("folded" if back else "stock"), tell)
+    _check_fit(opened, forms, forms.fit("folded" if back else "stock"), notes.tell)
     converted = convert(opened, forms.original, forms.folds, back=back)
     for text in converted.notes:
-        tell(text)
+        notes.tell(text)
     fit = forms.fit("stock" if back else "folded")
     target = Path(out) if out is not None else Path(f"{opened.source.root.name}-{fit.form}")
     stock = forms.original.model if forms.original.commit else str(forms.original.root)
     base = stock if back else forms.folded
-    write_adapter(opened, converted, fit, target, base=base, note=tell)
+    write_adapter(opened, converted, fit, target, base=base, note=notes.tell)
     tensors = len(converted.tensors)
     return AdapterResult(opened.source.root, target, fit, base, converted.changed, tensors, tuple(notes))
 

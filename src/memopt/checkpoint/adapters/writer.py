@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from typing import Any, Literal
 import memopt
 from memopt.checkpoint.adapters.convert import Converted
 from memopt.checkpoint.adapters.folder import KIND, WEIGHTS, Adapter, to_json
-from memopt.checkpoint.atomic import staged
+from memopt.checkpoint.atomic import Note, staged
 from memopt.checkpoint.manifest import FileRecord
 from memopt.checkpoint.sources.header import build_header
 from memopt.checkpoint.sources.source import MANIFEST, sha256
@@ -35,9 +34,7 @@ class Fit:
     """Digest of the stock model's weights and biases of the folded norms."""
 
 
-def write_adapter(
-    adapter: Adapter, converted: Converted, fit: Fit, out: Path, *, base: str, note: Callable[[str], None]
-) -> None:
+def write_adapter(adapter: Adapter, converted: Converted, fit: Fit, out: Path, *, base: str, note: Note) -> None:
     """Write the adapter to the folder `out`; all of it or nothing.
 
     Args:
