@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import errors
 
 from memopt.checkpoint.sources.hub import locate
+from memopt.environment import hub
 from memopt.errors import ModelError
-from memopt.walk.models import hub
 
 
 def failure(kind: type[Exception]) -> Exception:

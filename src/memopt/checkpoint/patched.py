@@ -18,9 +18,9 @@ import memopt
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, fold_to_dict, read_manifest
 from memopt.checkpoint.sources.source import MANIFEST, read_config
+from memopt.environment.files import ADAPTER_CONFIG, refuse_adapter
 from memopt.errors import ModelError
 from memopt.plan.recipe import Recipe, modernised
-from memopt.walk.models.adapter import ADAPTER_CONFIG, refuse_adapter
 
 KEY_SCHEMA_VERSION = 2
 

@@ -1,4 +1,7 @@
-"""Reads small files of an untrusted model folder (plain files, with limits on size and JSON), and writes results."""
+"""Reads small files of an untrusted model folder (plain files, with limits on size and JSON), and writes results.
+
+Folders that hold no model are refused.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from typing import Any
 
 from memopt.errors import ModelError, OutputError
 
+#: File that shows that a folder holds a PEFT adapter.
+ADAPTER_CONFIG = "adapter_config.json"
 #: Most bytes of a header, index or manifest. 92,000 tensors have an index of 9 MB.
 MAX_JSON_BYTES = 16 << 20
 #: Most bytes of another JSON file that this file or transformers reads, except tokenizers (the largest have 35 MB).
@@ -224,6 +229,24 @@ def patched_folder_at(directory: str | Path) -> Path:
     if not Path(directory).is_dir():
         raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
     return Path(directory)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise if `folder` holds an adapter: transformers would load the adapter's base model.
+
+    Raises:
+        ModelError: `folder` holds a PEFT adapter; the message names the base model.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        return
+    try:
+        base = parse_json(read_small(path))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"'{folder}' holds a PEFT adapter, not a model.", "Give the base model that it belongs to.")
+    raise ModelError(f"'{folder}' holds a PEFT adapter of '{base}', not a model.", f"Give the base model: {base}")
 
 
 def check_folder(root: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST
-from memopt.environment.files import patched_folder_at
+from memopt.environment.files import patched_folder_at, refuse_adapter
 from memopt.environment.generators import generators_kept
 from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.patches.capabilities import Checks
@@ -18,7 +18,6 @@ from memopt.patches.checks import LEVELS, Check, Level, Status, skipped
 from memopt.patches.registry import having
 from memopt.verification.verdict import Verdict
 from memopt.walk.calls.batch import Batch, given_batch
-from memopt.walk.models.adapter import refuse_adapter
 
 if TYPE_CHECKING:
     from memopt.verification.trial import CheckpointTrial

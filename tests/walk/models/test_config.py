@@ -168,7 +168,7 @@ class TestLoadConfig:
         self, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
     ) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("memopt.walk.models.hub.hub_answers", lambda *_: True)
+        monkeypatch.setattr("memopt.environment.hub.hub_answers", lambda *_: True)
         _hub_answers(monkeypatch, error)
         with pytest.raises(ModelError, match=sentence):
             load_config("org/it", revision="v9")

@@ -18,9 +18,8 @@ from memopt.checkpoint.sources.base import Shard
 from memopt.checkpoint.sources.header import FLOAT_DTYPES, TensorInfo, read_header
 from memopt.checkpoint.sources.safetensors import SafetensorsFiles
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, other_files
-from memopt.environment.files import MAX_JSON_BYTES, check_folder, parse_json, read_small, user_path
+from memopt.environment.files import ADAPTER_CONFIG, MAX_JSON_BYTES, check_folder, parse_json, read_small, user_path
 from memopt.errors import ModelError
-from memopt.walk.models.adapter import ADAPTER_CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
 KIND = "adapter"

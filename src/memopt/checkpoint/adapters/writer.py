@@ -15,7 +15,7 @@ from memopt.checkpoint.sources.header import build_header
 from memopt.checkpoint.sources.source import MANIFEST, sha256
 from memopt.checkpoint.target import check_space, check_target
 from memopt.checkpoint.writer import copy_files, keep_private
-from memopt.walk.models.adapter import ADAPTER_CONFIG
+from memopt.environment.files import ADAPTER_CONFIG
 
 SCHEMA_VERSION = 1
 

@@ -64,7 +64,7 @@ def _looks_like_a_path(model: str) -> bool:
 def _download(model: str, revision: str | None, ignored: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # imported here: both take the command line a second
 
-    from memopt.walk.models.hub import from_hub
+    from memopt.environment.hub import from_hub
 
     def download(cached_only: bool) -> str:
         return snapshot_download(model, revision=revision, ignore_patterns=ignored, local_files_only=cached_only)

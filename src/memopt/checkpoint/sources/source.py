@@ -20,9 +20,15 @@ from memopt.checkpoint.sources.header import TensorInfo, torch_dtype
 from memopt.checkpoint.sources.hub import OTHER_WEIGHTS, commit_of, locate
 from memopt.checkpoint.sources.pickles import PickleFormat
 from memopt.checkpoint.sources.safetensors import SafetensorsFiles, SafetensorsFormat
-from memopt.environment.files import MAX_CONFIG_NESTS, check_folder, check_side_file, parse_json, read_small
+from memopt.environment.files import (
+    MAX_CONFIG_NESTS,
+    check_folder,
+    check_side_file,
+    parse_json,
+    read_small,
+    refuse_adapter,
+)
 from memopt.errors import ModelError
-from memopt.walk.models.adapter import refuse_adapter
 
 if TYPE_CHECKING:
     import torch

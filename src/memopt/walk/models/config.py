@@ -18,11 +18,17 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
-from memopt.environment.files import MAX_CONFIG_NESTS, check_folder, model_folder, parse_json, read_small, user_path
-from memopt.environment.hub import hub_answers
+from memopt.environment.files import (
+    MAX_CONFIG_NESTS,
+    check_folder,
+    model_folder,
+    parse_json,
+    read_small,
+    refuse_adapter,
+    user_path,
+)
+from memopt.environment.hub import from_hub, hub_answers
 from memopt.errors import ModelError
-from memopt.walk.models.adapter import refuse_adapter
-from memopt.walk.models.hub import from_hub
 from memopt.walk.models.limits import check_counts, watched_build
 
 CONFIG_FILE = "config.json"
