@@ -1,7 +1,7 @@
 """Arguments of a model without a transformers config, from the names in its signature and from its layers.
 
-The name of an argument gives its kind of tensor (`ARGUMENTS`); for the main argument, the first layers do (`MAIN`).
-`fitted` takes the width of a tensor from the layer that refuses another width.
+The name of an argument gives its kind of tensor (`ARGUMENTS`); for the main argument, the first layers do (`MAIN`), and
+for token ids the embeddings. `fitted` takes the width of a tensor from the layer that refuses another width.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from memopt.walk.calls.arguments.plain import token_ids
-from memopt.walk.calls.arguments.request import BATCH, Forms, Kwargs, parameters_of
+from memopt.walk.calls.arguments.request import BATCH, LENGTH, ODD_LENGTH, Forms, Kwargs, parameters_of
 
 #: Widths that no layer has: one of them in a layer's input shows which argument it comes from.
 _UNKNOWN = (5, 37, 41, 43, 47, 53, 59, 61)
+#: Arguments for the labels of a loss; lengths of token ids by variant.
+_TARGETS = re.compile(r"(.*_)?(targets?|labels?|y)")
+_LENGTHS = {"plain": LENGTH, "odd": ODD_LENGTH}
 #: Text beside an image, in tokens.
 _TEXT, _ODD_TEXT = 8, 7
 #: Frames of a video; side of an image in tokens, where it is a sequence of patches.
@@ -140,7 +142,7 @@ def foreign(model: nn.Module, variant: str, seed: int, run: Run) -> Forms:
     reads_images = any(isinstance(module, nn.Conv2d | nn.Conv3d) for module in model.modules())
     yield from _of_the_model_inside(it, variant, seed)
     if not reads_images:
-        yield from token_ids(model, variant, seed)
+        yield from _token_ids(it, variant, seed)
     first: Kwargs | None = None
     for given in _tensors(it) if variant in ("plain", "odd") else ():
         if fitted(model, given, run):
@@ -151,7 +153,24 @@ def foreign(model: nn.Module, variant: str, seed: int, run: Run) -> Forms:
         if first is not None:
             yield "", first
     if reads_images:
-        yield from token_ids(model, variant, seed)
+        yield from _token_ids(it, variant, seed)
+
+
+def _token_ids(it: Foreign, variant: str, seed: int) -> Forms:
+    """Ids for every required argument of the forward, or for its first argument; then also for its targets, if any.
+
+    Forms with one detail are alternatives: rows of tokens, then tokens without a dimension for rows.
+    """
+    tables = [module.num_embeddings for module in it.model.modules() if isinstance(module, nn.Embedding)]
+    length = _LENGTHS.get(variant)
+    if not tables or not it.names or length is None:
+        return
+    wanted = it.required or list(it.names)[:1]
+    targets = [name for name in it.names if _TARGETS.fullmatch(name) and name not in wanted]
+    generator = torch.Generator().manual_seed(seed)
+    for detail, names in (("", wanted), ("with targets", [*wanted, *targets])) if targets else (("", wanted),):
+        for shape in ((BATCH, length), (length,)):
+            yield detail, {name: torch.randint(0, min(tables), shape, generator=generator) for name in names}
 
 
 def _tensors(it: Foreign) -> Iterator[Kwargs]:
