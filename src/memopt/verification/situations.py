@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from memopt.torch_compat import tree_leaves, tree_map
 from memopt.verification.inputs import Probes
 from memopt.walk.calls.batch import rows_of, tokens_of
-from memopt.walk.calls.inputs import MASKS, masked
-from memopt.walk.calls.labels import IGNORED
+from memopt.walk.calls.inputs import IGNORED, MASKS, masked
 
 Trains = Literal["all", "even", "odd", "lora"]
 Precision = Literal["exact", "autocast", "bf16"]

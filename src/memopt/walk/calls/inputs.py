@@ -1,14 +1,14 @@
 """Inputs for a model, from the signature of its forward, its `main_input_name` and its config.
 
 `runnable_calls` returns the calls that were tried and ran, `step_inputs` the arguments of a training step,
-`training_targets` the labels with which a model returns a loss. `memopt.walk.calls.arguments` proposes arguments,
-`memopt.walk.calls.labels` labels; `memopt.walk.calls.parts` calls the parts that the model's forward does not reach.
+`training_targets` the labels with which a model returns a loss. `memopt.walk.calls.arguments` proposes arguments;
+`memopt.walk.calls.parts` calls the parts that the model's forward does not reach.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -23,7 +23,6 @@ from memopt.walk.calls.arguments import candidates
 from memopt.walk.calls.arguments.elsewhere import foreign
 from memopt.walk.calls.arguments.request import Size, forward_parameters, inner_model
 from memopt.walk.calls.batch import placed
-from memopt.walk.calls.labels import target_candidates
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.config import one_line
 
@@ -31,6 +30,8 @@ Variant = Literal["plain", "padded", "odd"]
 #: Mask -> the token ids that it masks.
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
+#: The label value that torch's and transformers' losses skip.
+IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -146,15 +147,13 @@ def runnable_calls(
     buffers, and torch's global CPU generator.
     """
     if inputs is not None:
-        tried = [Call("inputs", form) for form in _forms(dict(inputs), _place(model)[0])]
-    elif isinstance(getattr(inner_model(model), "config", None), PreTrainedConfig):
+        return first_to_run(model, [Call("inputs", form) for form in _forms(dict(inputs), _place(model)[0])], run)
+    inner = inner_model(model)
+    if isinstance(getattr(inner, "config", None), PreTrainedConfig):
         calls = first_to_run(model, proposed(model, variants, seed), run)
-        if calls or isinstance(inner_model(model), PreTrainedModel):
-            return calls
-        return _without_config(model, variants, seed, run)  # a wrapper with the config of the model inside
-    else:
-        return _without_config(model, variants, seed, run)
-    return first_to_run(model, tried, run)
+        if calls or isinstance(inner, PreTrainedModel):
+            return calls  # else it is a wrapper with the config of the model inside
+    return _without_config(model, variants, seed, run)
 
 
 def _without_config(model: nn.Module, variants: Sequence[str], seed: int, run: Runner | None) -> Calls:
@@ -218,7 +217,7 @@ def training_targets(model: nn.Module, inputs: Mapping[str, Any], *, run: Runner
     problem_type = getattr(config, "problem_type", None)
     try:
         logits = getattr(run_once(model, Call("", dict(inputs)), run), "logits", None)
-        for targets in target_candidates(forward_parameters(model), logits, inputs):
+        for targets in _target_candidates(forward_parameters(model), logits, inputs):
             if _gives_loss(model, {**inputs, **targets}, run):
                 return targets
     except Exception:  # the model does not run; runnable_calls says why
@@ -228,6 +227,54 @@ def training_targets(model: nn.Module, inputs: Mapping[str, Any], *, run: Runner
         if config is not None and hasattr(config, "problem_type"):
             config.problem_type = problem_type
     return {}
+
+
+def _target_candidates(names: Collection[str], logits: Any, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments with which a forward with parameters `names` may return a loss, the likeliest first."""
+    generator = torch.Generator().manual_seed(0)
+    if "labels" in names:
+        for labels in _labels(logits, inputs, generator):
+            yield {"labels": labels}
+    rows = next((value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor)), 0)
+    device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)
+    ones = torch.ones(rows, dtype=torch.long, device=device)
+    if {"start_positions", "end_positions"} <= set(names):
+        yield {"start_positions": ones, "end_positions": 2 * ones}
+    if {"labels", "next_sentence_label"} <= set(names) and isinstance(ids := inputs.get("input_ids"), torch.Tensor):
+        yield {"labels": ids.clone(), "next_sentence_label": ones}
+    if "return_loss" in names:
+        yield {"return_loss": True}
+
+
+def _labels(logits: Any, inputs: Mapping[str, Any], generator: torch.Generator) -> Iterator[torch.Tensor]:
+    if not isinstance(logits, torch.Tensor) or logits.dim() < 2:
+        return
+
+    def classes(shape: Sequence[int], count: int) -> torch.Tensor:
+        # Of many classes the first few are often padding or blank.
+        first = 4 if count > 8 else 0
+        return torch.randint(first, max(1, count), tuple(shape), generator=generator).to(logits.device)
+
+    batch, count = logits.shape[0], logits.shape[-1]
+    if logits.dim() == 2:
+        yield torch.randn(batch, generator=generator).to(logits) if count == 1 else classes((batch,), count)
+    elif logits.dim() == 3:
+        # A label for each position of the logits, else for each id, else a short transcript.
+        yield _unpadded(classes(logits.shape[:2], count), inputs)
+        if isinstance(ids := inputs.get("input_ids"), torch.Tensor):
+            yield classes(ids.shape, count)
+        yield classes((batch, max(1, logits.shape[1] // 4)), count)
+    elif isinstance(pixels := inputs.get("pixel_values"), torch.Tensor):
+        yield classes((batch, *pixels.shape[-2:]), logits.shape[1])
+
+
+def _unpadded(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Labels with padding ignored, as a collator returns them."""
+    name = "decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask"
+    mask = inputs.get(name)
+    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
+        return labels.masked_fill(mask == 0, IGNORED)
+    return labels
 
 
 def proposed(
