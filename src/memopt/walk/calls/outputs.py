@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+
+from memopt.walk.models.plain import exchanged
 
 #: Depth to which nested containers are searched (a cache of layers of states).
 _DEPTH = 6
@@ -47,26 +49,16 @@ def auxiliary_fields(output: Any) -> frozenset[str]:
     )
 
 
-@contextlib.contextmanager
-def watched_reads(report: Callable[[Tensor, str], None]) -> Iterator[None]:
+def watched_reads(report: Callable[[Tensor, str], None]) -> AbstractContextManager[None]:
     """Reports calls of `numpy()`, `tolist()` and `__array__`, which read values without the dispatcher."""
-    originals = {name: getattr(Tensor, name) for name in ("numpy", "tolist", "__array__")}
-    own = {name for name in originals if name in vars(Tensor)}
 
     def reporting(name: str) -> Callable[..., Any]:
+        original = getattr(Tensor, name)
+
         def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
             report(self, name)
-            return originals[name](self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
         return method
 
-    for name in originals:
-        setattr(Tensor, name, reporting(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            if name in own:
-                setattr(Tensor, name, original)
-            else:
-                delattr(Tensor, name)
+    return exchanged([(Tensor, name, reporting(name)) for name in ("numpy", "tolist", "__array__")])

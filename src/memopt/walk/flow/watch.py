@@ -17,6 +17,7 @@ from memopt.walk.flow.branches import Branches
 from memopt.walk.flow.linear_inputs import InputUse, input_uses
 from memopt.walk.flow.origins import Labels
 from memopt.walk.flow.shadow import ShadowMode
+from memopt.walk.models.plain import exchanged
 from memopt.walk.probes.elementwise import probe_activation
 from memopt.walk.probes.probe import NO_AFFINE, NormProbe, probe_norm
 from memopt.walk.sites import FunctionSite
@@ -109,16 +110,11 @@ def plain_torch(float64: bool) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-@contextlib.contextmanager
-def autocast_of_meta() -> Iterator[None]:
+def autocast_of_meta() -> contextlib.AbstractContextManager[None]:
     """Autocast is off for meta inside; torch raises for meta where older models check the device of their inputs."""
     is_enabled = torch.is_autocast_enabled
 
     def is_enabled_anywhere(*device: Any) -> bool:
         return device != ("meta",) and is_enabled(*device)
 
-    torch.is_autocast_enabled = is_enabled_anywhere  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.is_autocast_enabled = is_enabled
+    return exchanged([(torch, "is_autocast_enabled", is_enabled_anywhere)])

@@ -18,6 +18,7 @@ from torch import nn
 _DECORATORS = "transformers.integrations.hub_kernels"
 #: Attribute of a function that stands for a kernel.
 STANDS_FOR_KERNEL = "_memopt_stands_for_kernel"
+_INHERITED = object()
 
 
 @contextlib.contextmanager
@@ -37,16 +38,19 @@ def plain_functions(model: nn.Module, instead: Mapping[str, Callable[..., Any]] 
 
 
 @contextlib.contextmanager
-def exchanged(others: Sequence[tuple[ModuleType, str, Any]]) -> Iterator[None]:
-    """Inside, names in Python modules have other values, for the whole process."""
-    before = [(vars(home), name, vars(home)[name]) for home, name, _ in others]
+def exchanged(others: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, names in Python modules and classes have other values, for the whole process."""
+    before = [(home, name, vars(home).get(name, _INHERITED)) for home, name, _ in others]
     for home, name, value in others:
-        vars(home)[name] = value
+        setattr(home, name, value)
     try:
         yield
     finally:
-        for names, name, value in before:
-            names[name] = value
+        for home, name, value in before:
+            if value is _INHERITED:
+                delattr(home, name)
+            else:
+                setattr(home, name, value)
 
 
 def kernels_of(model: nn.Module) -> dict[str, str]:
