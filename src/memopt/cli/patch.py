@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memopt.cli import common, early
+from memopt.cli import common
+from memopt.environment.files import model_folder
 from memopt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,10 +85,16 @@ def patch(
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
         )
+    # Errors that show without torch, which takes seconds to import.
+    from memopt.checkpoint.target import check_target, default_folder
     from memopt.emit.engines import check_kinds
+    from memopt.plan.recipe import load_recipe
 
     check_kinds(emit or ())
-    early.check_patch(model, recipe, settings or (), out, force=None if dry_run else force)
+    folder = model_folder(model)
+    load_recipe(recipe, settings or ())
+    if folder is not None and not dry_run:
+        check_target(default_folder(model) if out is None else out, folder, force=force)
     with common.only_results_on_stdout(), common.progress("Writing") as progress:
         from memopt.pipeline import patch_checkpoint
 

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memopt.cli import common, early, outputs
+from memopt.cli import common, outputs
+from memopt.environment.files import model_folder
 from memopt.environment.forks import forking
 from memopt.errors import ModelError, UsageError
 from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.headline import Steps
 from memopt.prediction.setup import OPTIMIZERS, Optimizer, Setup, Sharding
-from memopt.trace.training import ALL_LINEAR, AdapterDtype, Checkpointing, Precision, Request, Train
+from memopt.trace.training import ALL_LINEAR, AdapterDtype, Checkpointing, Precision, Request, Train, check_peft
 from memopt.walk.models.attention import Implementation
 
 if TYPE_CHECKING:
@@ -156,7 +157,14 @@ def report(
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
-    early.check_report(model, recipe, overrides or (), train)
+    # Errors that show without torch, which takes seconds to import.
+    model_folder(model)
+    if recipe is not None:  # else a patched folder may have its own
+        from memopt.plan.recipe import load_recipe
+
+        load_recipe(recipe, overrides or ())
+    if train != "full":
+        check_peft()
     request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
     setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
     setup.check_precision(precision)

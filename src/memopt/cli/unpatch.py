@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memopt.cli import common, early
+from memopt.cli import common
 from memopt.cli.patch import AdapterOption, convert
+from memopt.environment.files import patched_folder_at
 
 if TYPE_CHECKING:
     from memopt.pipeline import UnpatchResult
@@ -50,7 +51,7 @@ def unpatch(
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
         )
-    early.check_patched(directory)
+    patched_folder_at(directory)  # before torch is imported
     with common.only_results_on_stdout(), common.progress("Restoring") as progress:
         from memopt.pipeline import unpatch_checkpoint
 

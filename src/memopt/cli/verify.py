@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from memopt.cli import common, early
+from memopt.cli import common
+from memopt.environment.files import patched_folder_at
 from memopt.patches.checks import Check, Level
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def verify(
     Prints a line for each level, and each check that did not pass. Exits with 0 if every check passed, 1 if one
     failed, 3 if one was skipped.
     """
-    early.check_patched(directory)
+    patched_folder_at(directory)  # before torch is imported
     common.note(f"Verifying {directory}")
     with common.only_results_on_stdout(), common.waiting("Verifying"):
         from memopt.verification.run import verify as run_levels
