@@ -152,7 +152,7 @@ def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -
 
 def replays(copy: Isolated, *inputs: Tensor) -> bool:
     """Whether a recompute in backward gives the output of the forward. Leaves `copy` in train mode."""
-    y = copy.run(inputs[0], None, *inputs[1:])
+    y = copy.run(*inputs)
     traces = Traces(copy.module.train())
     with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), RandomDraws() as random:
         given = [tensor.clone() for tensor in inputs]

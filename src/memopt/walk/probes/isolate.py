@@ -37,36 +37,28 @@ class Isolated:
         assert parameter is not None
         return parameter
 
-    def run(self, x: Tensor, values: dict[str, Tensor] | None = None, *more: Tensor, native: bool = False) -> Tensor:
-        """Output of the forward on `x` with the given parameter values; fp64 throughout unless `native`."""
+    def run(self, *inputs: Tensor, values: Mapping[str, Tensor] | None = None, native: bool = False) -> Tensor:
+        """Output of the forward on `inputs` with the given parameter values; fp64 throughout unless `native`."""
         for name, value in (values or {}).items():
             parameter = self.parameter(name)
             parameter.data = value.reshape(parameter.shape)
-        inputs = [t.clone() for t in (x, *more)]  # a forward may write into its input
-        with torch.no_grad():
-            if native:
-                y = self.module.forward(*inputs)
-            else:
-                with Float64Mode():
-                    y = self.module.forward(*inputs)
+        given = [each.clone() for each in inputs]  # a forward may write into its input
+        with torch.no_grad(), nullcontext() if native else Float64Mode():
+            y = self.module.forward(*given)
         if not isinstance(y, Tensor):
             raise TypeError("the output is not one tensor")
         return y
 
     def is_by_rows(self, *inputs: Tensor) -> bool:
         """Whether a row of the last dimension gives the same output in a batch of other shape: no branch on lengths."""
-        y, rows = self.run_all(inputs).flatten(0, -2), [each.flatten(0, -2) for each in inputs]
+        y, rows = self.run(*inputs).flatten(0, -2), [each.flatten(0, -2) for each in inputs]
         many = max(2, min(MOST_TOKENS, _MOST_ELEMENTS // y.shape[-1]))
         for shape in ((1, 1), (1, many), (many, 1)):
             places = torch.arange(math.prod(shape)) % len(y)
             given = [each[places].view(*shape, -1) for each in rows]
-            if not torch.allclose(self.run_all(given).flatten(0, 1), y[places], rtol=1e-9):
+            if not torch.allclose(self.run(*given).flatten(0, 1), y[places], rtol=1e-9):
                 return False
         return True
-
-    def run_all(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Output of the forward on `inputs`, in fp64."""
-        return self.run(inputs[0], None, *inputs[1:])
 
     def is_differentiated(self, x: Tensor) -> bool:
         """Whether the forward gives the same values in both modes, with their own gradients, and leaves no traces."""
@@ -88,7 +80,7 @@ class Isolated:
     def tries(self, *inputs: Tensor) -> torch.Size | None:
         """Shape of the output; None if the forward does not run on `inputs`."""
         try:
-            return self.run(inputs[0], None, *inputs[1:]).shape
+            return self.run(*inputs).shape
         except Exception:  # a forward may raise anything
             return None
 

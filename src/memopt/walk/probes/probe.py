@@ -101,7 +101,7 @@ def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
 
 def _without_affine(copy: Isolated, found: _Affine | None, x: Tensor) -> Tensor:
     """The output on `x` with a weight of 1 and no bias."""
-    return copy.run(x, _identity(copy, found))
+    return copy.run(x, values=_identity(copy, found))
 
 
 def _identity(copy: Isolated, found: _Affine | None) -> dict[str, Tensor]:
@@ -191,8 +191,8 @@ def _affine_structure(
     zero = torch.zeros(width, dtype=torch.float64)
     for weight, bias in [(slots[0], None)] if len(slots) == 1 else [slots, slots[::-1]]:
         no_shift = {bias: zero} if bias else {}
-        y1 = copy.run(x, {weight: w1, **no_shift}, *extra)
-        y2 = copy.run(x, {weight: w2, **no_shift}, *extra)
+        y1 = copy.run(x, *extra, values={weight: w1, **no_shift})
+        y2 = copy.run(x, *extra, values={weight: w2, **no_shift})
         if y1.shape != x.shape or not y1.isfinite().all() or not y1.any():
             continue
         for offset in _OFFSETS:
@@ -202,7 +202,7 @@ def _affine_structure(
             if bias is None:
                 return weight, None, offset
             draws = ((w1, b1), (w2, b2))
-            runs = [copy.run(x, {weight: w, bias: b}, *extra) for w, b in draws]
+            runs = [copy.run(x, *extra, values={weight: w, bias: b}) for w, b in draws]
             expected = [along(offset + w) * u + along(b) for w, b in draws]
             if all(torch.allclose(y, e, rtol=_AGREES, atol=1e-12) for y, e in zip(runs, expected, strict=True)):
                 return weight, bias, offset
@@ -332,7 +332,7 @@ def _in_dtype(copy: Isolated, x: Tensor, values: dict[str, Tensor]) -> Tensor:
     """Output of the module, run in the dtype of `x` and not widened to fp64."""
     copy.module.to(x.dtype)
     try:
-        return copy.run(x, {name: value.to(x.dtype) for name, value in values.items()}, native=True)
+        return copy.run(x, values={name: value.to(x.dtype) for name, value in values.items()}, native=True)
     finally:
         copy.module.to(torch.float64)
 
