@@ -32,7 +32,7 @@ def find_deep_sites(model: nn.Module) -> Sites:
             sites = find_sites(model)
             if sites.ran and not (sites.notes or sites.unseen):  # notes count modules, so they need the whole walk
                 for run in runs:
-                    sites = _deepened(sites, run)
+                    sites = _Deepening(run).all_of(sites)
                 return sites
     except _UnlikeError:
         pass
@@ -43,17 +43,12 @@ def find_deep_sites(model: nn.Module) -> Sites:
     return find_sites(model)
 
 
-def _deepened(sites: Sites, run: Run) -> Sites:
-    """`sites`, with the sites of the blocks of `run` that were left out added.
+class _Deepening:
+    """Adds the sites of the blocks of `run` that were left out; a place is an index among the blocks that were walked.
 
     Raises:
         _UnlikeError: the sites of the two interior groups differ, or a site names a block far away.
     """
-    return _Deepening(run).all_of(sites)
-
-
-class _Deepening:
-    """Adds the sites of left-out blocks; a place here is an index among the blocks that were walked."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -25,7 +25,6 @@ from memopt.environment.files import (
     parse_json,
     read_small,
     refuse_adapter,
-    user_path,
 )
 from memopt.environment.hub import from_hub, hub_answers
 from memopt.errors import ModelError
@@ -57,15 +56,15 @@ def load_config(
     Raises:
         ModelError: the folder, file, id, revision or model type is missing, broken or not allowed; says which.
     """
-    path = _config_file(source, revision)
+    folder = model_folder(source)
+    path = _config_on_hub(str(source), revision) if folder is None else _config_in_folder(folder)
     settings = _read(path, source)
     _check_known(settings, source, trust_remote_code)
     try:
         check_counts(settings)
     except ModelError as error:
         raise ModelError(f"The {CONFIG_FILE} of '{source}' describes no model. {error.message}", error.hint) from None
-    on_hub = not user_path(source).is_dir()
-    remote = on_hub and trust_remote_code and "auto_map" in settings
+    remote = folder is None and trust_remote_code and "auto_map" in settings
     options = {"revision": revision, "local_files_only": not hub_answers(str(source), revision)} if remote else {}
     try:
         # If trust_remote_code is not passed, not even as False, transformers prompts on stdin.
@@ -73,7 +72,7 @@ def load_config(
             config = AutoConfig.from_pretrained(
                 str(source) if remote else path.parent, trust_remote_code=trust_remote_code, **options
             )
-        if on_hub:
+        if folder is None:
             config._name_or_path = str(source)
     except Exception as error:
         if trust_remote_code and _has_code(settings):
@@ -146,11 +145,6 @@ def one_line(error: BaseException) -> str:
     """The message of `error` as a phrase within a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]).rstrip(".") or type(error).__name__
-
-
-def _config_file(source: str | Path, revision: str | None) -> Path:
-    folder = model_folder(source)
-    return _config_on_hub(str(source), revision) if folder is None else _config_in_folder(folder)
 
 
 def _config_in_folder(folder: Path) -> Path:
