@@ -10,6 +10,7 @@ torch. Module and parameter names are the dotted names of `named_modules` and `n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -31,6 +32,11 @@ BATCH_STATISTICS = "it normalises over the batch, and keeps statistics of it"
 def parent(name: str) -> str:
     """Name of the module around the module `name`."""
     return name.rpartition(".")[0]
+
+
+def ancestors(name: str) -> list[str]:
+    """Names of the modules around the module or parameter `name`, the outermost first, without the model itself."""
+    return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
 def is_inside(name: str, module: str) -> bool:

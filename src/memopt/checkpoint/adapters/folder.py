@@ -20,6 +20,7 @@ from memopt.checkpoint.sources.safetensors import SafetensorsFiles
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, other_files
 from memopt.environment.files import ADAPTER_CONFIG, MAX_JSON_BYTES, check_folder, parse_json, read_small, user_path
 from memopt.errors import ModelError
+from memopt.walk.sites import ancestors
 
 WEIGHTS = "adapter_model.safetensors"
 KIND = "adapter"
@@ -132,11 +133,11 @@ def pattern_value(patterns: object, module: str, default: Any) -> Any:
 
 def _parts(keys: Iterable[str], base: Collection[str]) -> Iterator[Part]:
     names = {key: key.removeprefix(_PREFIX).replace(".base_layer.", ".") for key in keys}
-    modules = {parent for name in base for parent in _parents(name)}
-    found = map_names({parent for name in names.values() for parent in _parents(name)}, modules)
+    modules = {parent for name in base for parent in ancestors(name)}
+    found = map_names({parent for name in names.values() for parent in ancestors(name)}, modules)
     owning = {name.rpartition(".")[0] for name in base}
     for key, name in names.items():
-        owners = [parent for parent in _parents(name) if parent in found] if key.startswith(_PREFIX) else []
+        owners = [parent for parent in ancestors(name) if parent in found] if key.startswith(_PREFIX) else []
         owner = found[owners[-1]] if owners else None
         leaf = name.removeprefix(f"{owners[-1]}.") if owners else name
         if f"{owner}.{leaf}" in base:
@@ -145,14 +146,6 @@ def _parts(keys: Iterable[str], base: Collection[str]) -> Iterator[Part]:
             yield Part(key, owner, leaf, added=True)
         else:  # its module is not in the files: a head for another task, or the adapter does not fit
             yield Part(key, None, name, added=bool(_ADDED.search(name)) and key.startswith(_PREFIX))
-
-
-def _parents(name: str) -> Iterator[str]:
-    """Every module that the parameter `name` is in, outermost first."""
-    at = name.find(".")
-    while at >= 0:
-        yield name[:at]
-        at = name.find(".", at + 1)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from memopt.walk.calls.inputs import (
     unobserved,
 )
 from memopt.walk.models.config import one_line
+from memopt.walk.sites import ancestors, is_inside
 
 #: Calls of one part that are tried before it is given up.
 _MOST_TRIES = 8
@@ -83,7 +84,7 @@ class _Visits:
         A leaf does not count: its parent may use the parameters without a call, as attention does with its output
         projection.
         """
-        ran = {above for name in self.seen for above in _ancestors(name)}
+        ran = {above for name in self.seen for above in ("", *ancestors(name), name)}
         return {
             name
             for name, module in self.model.named_modules()
@@ -96,22 +97,11 @@ def _targets(model: nn.Module, visits: _Visits) -> Iterator[tuple[str, str]]:
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in models.items():
         for method in _feature_methods(type(module)):
-            if any(_holds(name, idle) for idle in visits.idle()):
+            if any(is_inside(idle, name) for idle in visits.idle()):
                 yield name, method
     for name in models:
         if name in visits.idle():
             yield name, ""
-
-
-def _ancestors(name: str) -> Iterator[str]:
-    """`name` and the names of all modules around it."""
-    yield ""
-    path = name.split(".")
-    yield from (".".join(path[:length]) for length in range(1, len(path) + 1))
-
-
-def _holds(ancestor: str, name: str) -> bool:
-    return not ancestor or name == ancestor or name.startswith(ancestor + ".")
 
 
 def _feature_methods(cls: type) -> list[str]:

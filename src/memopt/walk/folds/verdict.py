@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt.walk.aten.rules import FOREIGN, ZERO
 from memopt.walk.flow.records import NormRecord
 from memopt.walk.flow.shadow import ShadowMode
-from memopt.walk.sites import Consumer, NormSite, Reach
+from memopt.walk.sites import Consumer, NormSite, Reach, parent
 
 #: A coordinate that no contraction of the walk read.
 _UNREAD = -3
@@ -145,7 +145,7 @@ class _Weight:
         projection of the same module has a bias; the proof decides.
         """
         return self.biases == {None} and any(
-            None not in reader.biases and _owner(reader.name) == _owner(self.name) for reader in readers
+            None not in reader.biases and parent(parent(reader.name)) == parent(parent(self.name)) for reader in readers
         )
 
     def bias_obstacles(self, readers: list[_Weight]) -> Iterator[str]:
@@ -225,11 +225,6 @@ def _explain(reach: Reach, also: bool) -> str:
     article = "" if what.startswith(_NO_ARTICLE) else "an " if what[0] in "aeiou" else "a "
     where = f" ({reach.operation}{_inside(reach.module)})"
     return f"its output {'also ' if also else ''}goes to {article}{what}{where}"
-
-
-def _owner(parameter: str) -> str:
-    """Name of the parent of the module that has `parameter`."""
-    return parameter.rpartition(".")[0].rpartition(".")[0]
 
 
 def _inside(module: str) -> str:
