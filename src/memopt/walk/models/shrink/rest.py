@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from memopt.walk.models.config import integer_fields, is_integer, standard_name
-from memopt.walk.models.shrink.width import halved
+from memopt.walk.models.shrink.width import halved, settle_head_parts
 
 TABLE = 512
 RANK = 64
@@ -61,9 +61,9 @@ def cut_rest(nodes: list[PreTrainedConfig], before: list[dict[str, Any]], links:
         for name, value in integer_fields(node):
             if old.get(name) == value and name != staged:
                 setattr(node, name, _smaller(name, value, links, _target(name, node), counted))
-    for node in nodes:
+    for node, old in pairs:
         _follow_widths(node, links)
-        _follow_parts(node)
+        settle_head_parts(node, old)
 
 
 def _smaller(name: str, value: int, links: dict[int, int], target: int, counted: set[int]) -> int:
@@ -162,10 +162,3 @@ def _follow_widths(node: PreTrainedConfig, links: dict[int, int]) -> None:
     for name, value in integer_fields(node):
         if _FOLLOWS.fullmatch(name) and value in links:
             setattr(node, name, links[value])
-
-
-def _follow_parts(node: PreTrainedConfig) -> None:
-    """Set the head size to the sum of its rotated part and its other part."""
-    parts = [vars(node).get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
-    if is_integer(vars(node).get("qk_head_dim")) and all(is_integer(part) for part in parts):
-        node.qk_head_dim = sum(part for part in parts if is_integer(part))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
@@ -102,7 +102,7 @@ def scale_widths(node: PreTrainedConfig, widths: Widths) -> None:
         new = _new_width(name, value, node, widths)
         if new is not None and new != value:
             setattr(node, name, new)
-    _settle_head_parts(node, before)
+    settle_head_parts(node, before)
     _settle_state_space(node, before)
     for name, value in list(vars(node).items()):
         if isinstance(value, list | tuple) and value and all(is_integer(item) for item in value):
@@ -121,10 +121,10 @@ def scale_widths(node: PreTrainedConfig, widths: Widths) -> None:
                 _scale_rotary(value, Fraction(widths.head_dim[1], widths.head_dim[0]))
 
 
-def _settle_head_parts(node: PreTrainedConfig, before: dict[str, int]) -> None:
+def settle_head_parts(node: PreTrainedConfig, before: Mapping[str, Any]) -> None:
     """Keep a head size the sum of its parts with rotary positions and without, if it was their sum."""
 
-    def parts(fields: dict[str, Any]) -> int:
+    def parts(fields: Mapping[str, Any]) -> int:
         return sum(fields.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
 
     if "qk_head_dim" in before and before["qk_head_dim"] == parts(before):
