@@ -82,11 +82,7 @@ class Calls(list[Call]):
 
 
 def step_inputs(
-    model: nn.Module,
-    size: Size,
-    *,
-    run: Runner | None = None,
-    runs: Callable[[dict[str, Any]], bool] | None = None,
+    model: nn.Module, size: Size, *, runs: Callable[[dict[str, Any]], bool] | None = None
 ) -> dict[str, Any]:
     """Keyword arguments of a training forward of `size`: the first candidate that runs; if none runs, the likeliest.
 
@@ -95,7 +91,6 @@ def step_inputs(
 
     Args:
         model: in the mode of the step; on the meta device without `runs`.
-        run: executes a call, by default `unobserved`.
         runs: whether a forward runs with given arguments; by default, it is tried on the meta device.
 
     Raises:
@@ -105,7 +100,7 @@ def step_inputs(
     for _, kwargs in candidates(model, "plain", 0, size=size):
         for given in (masked(model, kwargs), kwargs):
             first = first or given
-            if runs(given) if runs is not None else runs_there(model, given, run):
+            if runs(given) if runs is not None else runs_there(model, given):
                 return given
     if first is None:
         raise ModelError(

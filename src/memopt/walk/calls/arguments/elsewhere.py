@@ -67,28 +67,21 @@ class Foreign:
 
 Run = Callable[[Kwargs], Any]
 Build = Callable[[Foreign], Any]
-Kinds = tuple[tuple[type[nn.Module], tuple[Callable[[Foreign, int], Tensor], ...]], ...]
 
 #: Type of a first layer -> builders of the main argument: images, frames of a video, a sequence, a wave.
-MAIN: Kinds = (
-    (nn.Conv3d, (lambda it, side: it.normal(BATCH, _UNKNOWN[0], _FRAMES, side, side),)),
-    (
-        nn.Conv2d,
-        (
-            lambda it, side: it.normal(BATCH, _UNKNOWN[0], side, side),
-            lambda it, side: it.normal(BATCH, _FRAMES, _UNKNOWN[0], side, side),
-        ),
+MAIN: dict[type[nn.Module], tuple[Callable[[Foreign, int], Tensor], ...]] = {
+    nn.Conv3d: (lambda it, side: it.normal(BATCH, _UNKNOWN[0], _FRAMES, side, side),),
+    nn.Conv2d: (
+        lambda it, side: it.normal(BATCH, _UNKNOWN[0], side, side),
+        lambda it, side: it.normal(BATCH, _FRAMES, _UNKNOWN[0], side, side),
     ),
-    (nn.Conv1d, (lambda it, side: it.normal(BATCH, _UNKNOWN[0], side),)),
-    (
-        nn.Linear,
-        (
-            lambda it, side: it.normal(BATCH, _FRAMES * _ROWS**2, _UNKNOWN[0]),
-            lambda it, side: it.normal(BATCH, _UNKNOWN[0]),
-            lambda it, side: it.normal(BATCH, _UNKNOWN[0], side, side),
-        ),
+    nn.Conv1d: (lambda it, side: it.normal(BATCH, _UNKNOWN[0], side),),
+    nn.Linear: (
+        lambda it, side: it.normal(BATCH, _FRAMES * _ROWS**2, _UNKNOWN[0]),
+        lambda it, side: it.normal(BATCH, _UNKNOWN[0]),
+        lambda it, side: it.normal(BATCH, _UNKNOWN[0], side, side),
     ),
-)
+}
 
 
 def _axes(it: Foreign) -> int:
@@ -217,12 +210,8 @@ def _of_the_model_inside(it: Foreign, variant: str, seed: int) -> Forms:
 
 def _main_kinds(model: nn.Module) -> Iterator[Callable[[Foreign, int], Tensor]]:
     """Builders of the main argument, those of the first layer first."""
-    kinds: dict[type[nn.Module], None] = {}
-    for module in model.modules():
-        kinds.update(dict.fromkeys(kind for kind, _ in MAIN if isinstance(module, kind)))
-    builders = dict(MAIN)
-    for kind in kinds:
-        yield from builders[kind]
+    for kind in dict.fromkeys(kind for module in model.modules() for kind in MAIN if isinstance(module, kind)):
+        yield from MAIN[kind]
 
 
 def _sides(it: Foreign) -> list[int]:
