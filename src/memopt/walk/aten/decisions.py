@@ -72,15 +72,13 @@ class Decisions(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _SIZES:
             return torch.Size(map(_Size, result)) if isinstance(result, tuple) else _Size(result)
-        if func in _ANSWERS:
-            return _decided(result, lambda answer: not answer)
+        if func in _ANSWERS or (func is Tensor.item and isinstance(result, bool)):
+            return _decided(result, operator.not_)
         if func in _NUMBERS:
             return _decided(result, _across_zero)
-        if func is Tensor.item and not isinstance(result, bool | complex):
+        if func is Tensor.item and not isinstance(result, complex):
             return _Value(result) if isinstance(result, int) else _FloatValue(result)
-        return (
-            _decided(result, lambda answer: not answer) if func is Tensor.item and isinstance(result, bool) else result
-        )
+        return result
 
 
 _noting: list[Decisions] = []
