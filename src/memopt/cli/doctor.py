@@ -41,9 +41,7 @@ def doctor(json_output: common.JsonOption = False) -> int:
         return common.EXIT_OK
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("package", "version", "for"):
-        table.add_column(title)
+    table = Table("package", "version", "for", box=None, padding=(0, 2, 0, 0))
     table.add_row("python", platform.python_version(), "")
     for name, version in packages.items():
         table.add_row(name, version or "-", _PACKAGES[name])

@@ -38,11 +38,9 @@ def recipes(
         summaries = [{"name": each.name, "description": each.description} for each in listed]
         common.print_json(common.document("recipes", "pass", recipes=summaries))
         return common.EXIT_OK
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("what it does")
+    table = Table(Column("recipe", no_wrap=True), "what it does", box=None, padding=(0, 2, 0, 0))
     for each in listed:
         table.add_row(each.name, each.description)
     common.print_rich(table)

@@ -233,20 +233,19 @@ def _show_measured(request: Request, setup: Setup, *, json_output: bool) -> int:
 
 
 def _print_measured(found: dict[str, Measured]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     device = next(iter(found.values())).measured.device
-    table = Table(title=f"The second step on {device}, MiB", title_justify="left")
-    for heading in ("", "peak in", "predicted", "measured", "off by"):
-        table.add_column(heading, justify="left" if heading in ("", "peak in") else "right")
+    numbers = (Column(heading, justify="right") for heading in ("predicted", "measured", "off by"))
+    table = Table("", "peak in", *numbers, title=f"The second step on {device}, MiB", title_justify="left")
     for name, each in found.items():
         real = each.measured
         rows = [(name, each.moment, each.predicted, real.allocated)]
         if real.reserved is not None:
             rows.append(("  reserved", "", each.predicted_reserved, real.reserved))
         for title, moment, predicted, measured in rows:
-            numbers = (f"{nbytes / 2**20:,.1f}" for nbytes in (predicted, measured))
-            table.add_row(title, moment, *numbers, f"{predicted / measured - 1:+.2%}")
+            sizes = (f"{nbytes / 2**20:,.1f}" for nbytes in (predicted, measured))
+            table.add_row(title, moment, *sizes, f"{predicted / measured - 1:+.2%}")
         table.add_row("  RSS", "", "", f"{real.rss / 2**20:,.1f}", "")
     what = "live storages" if device == "cpu" else "what its allocator gave"
     common.print_rich(table, f"Measured: {what}, with random weights. RSS is that of the whole process.")
