@@ -180,8 +180,7 @@ def load(
     Raises:
         ModelError: the folder does not exist, `memopt patch` did not write it, or its files do not fit together.
     """
-    from memopt.checkpoint.affines import affines_read
-    from memopt.checkpoint.fits import check_fits
+    from memopt.checkpoint.fits import affines_read, check_fits
     from memopt.checkpoint.patched import patched_folder
     from memopt.walk.calls.batch import given_batch
     from memopt.walk.models.config import load_config

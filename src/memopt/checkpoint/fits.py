@@ -1,9 +1,13 @@
-"""Check a patched folder against its own record before it is loaded: from headers, or by digests."""
+"""For `memopt.load`: checks a patched folder against its own record, from headers or by digests, and reads the norms of
+models that are patched before their weights are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from memopt.checkpoint.fold import FoldPlan
@@ -27,11 +31,12 @@ def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digest
     manifest, source = record.manifest, open_source(str(record.folder))
     wrong: list[str] = []
     if manifest is not None:
-        folds = [each.fold for each in manifest.folds]
+        folds = tuple(each.fold for each in manifest.folds)
         key = source.config.get(CONFIG_KEY)
         if isinstance(key, dict) and key.get("folds") not in (None, digest_of_folds(folds)):
             wrong.append(f"{MANIFEST} lists folds that differ from config.json's")
-        wrong += (f"{MANIFEST} has a fold that the tensors do not allow: {why}" for why in _misfits(manifest, source))
+        misfits = FoldPlan(folds).misfits(source.tensors)
+        wrong += (f"{MANIFEST} has a fold that the tensors do not allow: {why}" for why in misfits)
         if digests:
             wrong += _changed(manifest, source)
     elif digests:
@@ -46,13 +51,41 @@ def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digest
         )
 
 
-def _misfits(manifest: Manifest, source: CheckpointSource) -> Iterator[str]:
-    return FoldPlan(tuple(each.fold for each in manifest.folds)).misfits(source.tensors)
-
-
 def _changed(manifest: Manifest, source: CheckpointSource) -> list[str]:
     """The files that were changed or added since the manifest, except files for engines, which users complete."""
     found = manifest.changed_files(source.root)
     there = {*source.side_files, *source.left_out, *(shard.name for shard in source.shards)}
     changed = [f"{name} {what}" for name, what in found if name not in manifest.emitted]
     return changed + [f"{name} was added" for name in sorted(there - manifest.files.keys())]
+
+
+@contextmanager
+def affines_read(model: nn.Module, folder: Path, norms: Mapping[str, str]) -> Iterator[list[str]]:
+    """Inside, norms whose parameters are on meta have the weights and biases of the files; parameters that still exist
+    afterwards are on meta again. Yields the names of the norms that have values.
+
+    Args:
+        norms: module name -> its name in the files.
+    """
+    modules = {name: model.get_submodule(name) for name in norms}
+    empty = {name for name, module in modules.items() if any(tensor.is_meta for tensor in module.parameters())}
+    source = open_source(str(folder)) if empty else None
+    lent: list[tuple[nn.Module, str, nn.Parameter]] = []
+    known = [name for name in norms if name not in empty]
+    for name in empty:
+        assert source is not None
+        own = {each: f"{norms[name]}.{each}" for each in modules[name]._parameters}
+        if not set(own.values()) <= source.tensors.keys():
+            continue
+        known.append(name)
+        for each, stored in own.items():
+            parameter = modules[name].get_parameter(each)
+            lent.append((modules[name], each, parameter))
+            values = source.read(stored).to(parameter.dtype)
+            modules[name]._parameters[each] = nn.Parameter(values, parameter.requires_grad)
+    try:
+        yield known
+    finally:
+        for module, each, parameter in lent:
+            if each in module._parameters:
+                module._parameters[each] = parameter
