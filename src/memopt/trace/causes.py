@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from memopt.saved.observer import CHECKPOINT
 from memopt.torch_compat.activations import OPERATIONS
 from memopt.trace.storages import Birth
-from memopt.walk.sites import Sites
+from memopt.walk.sites import Sites, parent
 
 Cause = Literal[
     "norm input",
@@ -63,12 +63,12 @@ class Causes:
         sites = sites or Sites(model_class="", model_type="")
         self._norms = {site.name for site in sites.norms} | {name for name, _ in sites.skipped}
         self._activations = {site.name for site in sites.activations if site.is_module}
-        self._gates = {_owner(site.gate) for site in sites.gated_mlps}
-        self._ups = {_owner(site.up) for site in sites.gated_mlps}
+        self._gates = {parent(site.gate) for site in sites.gated_mlps}
+        self._ups = {parent(site.up) for site in sites.gated_mlps}
         self._hidden_size = sites.hidden_size
         # Weights of several experts in one parameter. Only those of linears: positions and class tokens are 3-d too.
         self._stacked = {site.shape for site in sites.linears if len(site.shape) == 3}
-        self._linears = {site.module for site in sites.linears} | {_owner(site.parameter) for site in sites.linears}
+        self._linears = {site.module for site in sites.linears} | {parent(site.parameter) for site in sites.linears}
 
     def of(self, birth: Birth, savers: tuple[tuple[str, str], ...], *, differentiable: bool) -> Cause:
         """Cause of the storage born as `birth`, which `savers`, pairs of (module, operation), save."""
@@ -136,11 +136,6 @@ class Causes:
         if _inside(origin.module, self._gates):
             return "gate and up" if _inside(origin.module, self._ups) else "gate"
         return "activation input"
-
-
-def _owner(parameter: str) -> str:
-    """Module that owns a parameter."""
-    return parameter.rpartition(".")[0]
 
 
 def _inside(module: str, names: Iterable[str]) -> bool:

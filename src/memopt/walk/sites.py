@@ -30,7 +30,7 @@ BATCH_STATISTICS = "it normalises over the batch, and keeps statistics of it"
 
 
 def parent(name: str) -> str:
-    """Name of the module around the module `name`."""
+    """Name of the module around the module or parameter `name`."""
     return name.rpartition(".")[0]
 
 

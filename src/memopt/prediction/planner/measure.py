@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 
 from memopt.prediction.cards import Card
@@ -19,6 +18,7 @@ from memopt.prediction.planner.levels import Levels
 from memopt.prediction.planner.search import BlockModel, Option
 from memopt.trace.events import Event, Storage
 from memopt.trace.operations import Operation
+from memopt.walk.models.alike import places as block_of
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,6 @@ def cut(found: Prediction) -> Cut:
         before += saved[place] if place < count else 0
     outside = [*live[: forward[0]], *live[backward[-1] :]]
     return Cut(tuple(blocks), base, max(outside, default=resident), *parts[-1])
-
-
-def block_of(names: Sequence[str]) -> Callable[[str], int]:
-    """Maps a module to the index in `names` of its block, ignoring adapters' prefixes; to -1 outside the blocks."""
-
-    @cache
-    def place(module: str) -> int:
-        return next((at for at, name in enumerate(names) if f".{name}." in f".{module}."), -1)
-
-    return place
 
 
 def _starts(events: Sequence[Event], names: Sequence[str]) -> tuple[list[int], list[int]]:
