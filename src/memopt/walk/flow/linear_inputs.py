@@ -130,10 +130,12 @@ class _Reading:
     """Channels of the output."""
 
 
-class _Watch:
-    """Observes one forward: the running modules and functions, the saved tensors, the inputs of linears."""
+class _Watch(TorchFunctionMode):
+    """Observes one forward: the running modules and functions, the saved tensors, the inputs of linears. As a mode, it
+    observes functions that may be part of a chain."""
 
     def __init__(self, model: nn.Module, table: ParameterTable) -> None:
+        super().__init__()
         self.table = table
         #: Calls of the modules that are running, the outermost first.
         self._calls: list[_Call] = []
@@ -155,7 +157,7 @@ class _Watch:
             self._observer,
             saved_tensors_hooks(self._observer.pack, _no_backward),
             _Contractions(self),
-            _Functions(self),
+            self,
             self._functions.active(),
         ):
             yield
@@ -217,29 +219,17 @@ class _Watch:
                 self._unfit.add(call.name)
             call.chains.end()
 
-    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function that may be part of a chain, called in the code of the innermost module."""
-        if not self._calls:
-            return function(*args, **kwargs)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in FOLLOWED or not self._calls:
+            return func(*args, **(kwargs or {}))
         call = self._calls[-1]
         call.chains = call.chains or Chains(None, functools.partial(self._found, call))
-        return call.chains.run(function, args, kwargs)
+        return call.chains.run(func, args, kwargs or {})
 
     def _found(self, call: _Call, gain: int, last: ChainCall) -> None:
         call.passed.update(each for each in in_order(last) if each is not last)
         if 4 * gain >= call.nbytes:  # a small gain, as from a router's weights, is ignored
             self._sources.setdefault(call.name, {}).update(dict.fromkeys(last.sources))
-
-
-class _Functions(TorchFunctionMode):
-    """Runs the functions that may be part of a chain through a `_Watch`."""
-
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._watch.run(func, args, kwargs or {}) if func in FOLLOWED else func(*args, **(kwargs or {}))
 
 
 class _Saved:
