@@ -35,8 +35,8 @@ _REMEMBERED = 300.0
 _asked: dict[str, tuple[float, bool]] = {}
 
 
-def from_hub(model: str, revision: str | None, what: str, download: Callable[[bool], str]) -> Path:
-    """The path that `download` returns; its argument is True to look in the hub's cache only.
+def from_hub(model: str, revision: str | None, what: str, download: Callable[..., str]) -> Path:
+    """The path that `download` returns; it has the argument `local_files_only` of the hub's functions.
 
     Args:
         model: a hub id, ``name`` or ``organisation/name``.
@@ -50,7 +50,7 @@ def from_hub(model: str, revision: str | None, what: str, download: Callable[[bo
     page = f"{constants.ENDPOINT}/{model}"
     try:
         cached_only = not hub_answers(model, revision)
-        return Path(in_thread(lambda: download(cached_only)))
+        return Path(in_thread(lambda: download(local_files_only=cached_only)))
     except errors.HFValidationError:
         message = f"'{model}' is neither an existing folder nor a hub id."
         raise ModelError(message, "A hub id is 'name' or 'organisation/name'.") from None

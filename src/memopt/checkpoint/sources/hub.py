@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from memopt.environment.files import user_path
@@ -66,7 +67,6 @@ def _download(model: str, revision: str | None, ignored: list[str]) -> Path:
 
     from memopt.environment.hub import from_hub
 
-    def download(cached_only: bool) -> str:
-        return snapshot_download(model, revision=revision, ignore_patterns=ignored, local_files_only=cached_only)
-
-    return from_hub(model, revision, "files", download)
+    return from_hub(
+        model, revision, "files", partial(snapshot_download, model, revision=revision, ignore_patterns=ignored)
+    )

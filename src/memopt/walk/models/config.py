@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -159,9 +160,7 @@ def _config_in_folder(folder: Path) -> Path:
 
 
 def _config_on_hub(source: str, revision: str | None) -> Path:
-    def download(cached_only: bool) -> str:
-        return huggingface_hub.hf_hub_download(source, CONFIG_FILE, revision=revision, local_files_only=cached_only)
-
+    download = partial(huggingface_hub.hf_hub_download, source, CONFIG_FILE, revision=revision)
     return from_hub(source, revision, CONFIG_FILE, download)
 
 
