@@ -186,7 +186,8 @@ def copy_side_files(source: CheckpointSource, stage: Path, note: Note) -> None:
         note(f"Not copied, because they hold the unpatched weights or others: {', '.join(source.left_out)}.")
     if source.commit is None:  # a snapshot in the hub's cache consists of links
         for name, target in _links_out(source):
-            note(f"'{name}' of the source is a link to '{target}', outside of it; {_what_of(target)}.")
+            done = "links to folders are not followed" if target.is_dir() else "the content was read"
+            note(f"'{name}' of the source is a link to '{target}', outside of it; {done}.")
 
 
 def copy_files(source: CheckpointSource, stage: Path) -> None:
@@ -216,10 +217,6 @@ def _links_out(source: CheckpointSource) -> Iterator[tuple[str, Path]]:
         target = (source.root / name).resolve()
         if not target.is_relative_to(source.root):
             yield name, target
-
-
-def _what_of(target: Path) -> str:
-    return "links to folders are not followed" if target.is_dir() else "the content was read"
 
 
 def _write_config(source: CheckpointSource, plan: Plan, folds: FoldPlan, stage: Path) -> None:

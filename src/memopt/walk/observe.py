@@ -154,7 +154,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     with plain_functions(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         observed = observe(model, inputs, with_labels=True)
-    mode, labels = observed.mode, observed.labels
+    mode, labels = observed.mode, observed.mode.labels
     assert labels is not None
     heads = list(labels.loss_heads(mode.parameters))
     norms = norm_sites(mode, next((head.parameter for head in heads if not head.obstacle), None))

@@ -26,7 +26,6 @@ from memopt.walk.sites import FunctionSite
 @dataclass
 class Observed:
     mode: ShadowMode
-    labels: Labels | None
     lookalikes: dict[str, str]
     calls: Sequence[Call]
     traces: list[tuple[str, str]]
@@ -69,7 +68,7 @@ def observe(
         weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
         uses, functions, chained = input_uses(model, calls, weights, mode.parameters)
     traces = [*((call.label, "ok") for call in calls), *calls.errors]
-    return Observed(mode, labels, lookalikes, calls, traces, uses, functions, chained, unseen)
+    return Observed(mode, lookalikes, calls, traces, uses, functions, chained, unseen)
 
 
 def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], dict[str, Any]]:
