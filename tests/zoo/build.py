@@ -12,8 +12,8 @@ from memopt.errors import MemoptError
 from memopt.walk.calls.inputs import Calls
 from memopt.walk.calls.parts import every_call
 from memopt.walk.calls.twin import build_twin
+from memopt.walk.models.build import instantiate
 from memopt.walk.models.config import load_config, one_line
-from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.config import shrunken
 from tests.zoo.config import complete, complete_for_runs, default_config
 

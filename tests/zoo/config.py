@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from memopt.walk.models.build import instantiate
 from memopt.walk.models.config import config_nodes, integer_field, integer_fields
-from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.depth import with_depth
 
 _ABSENT = re.compile(r"'(\w+)' object has no attribute '(\w+)'")

@@ -35,8 +35,8 @@ from memopt.walk.calls.inputs import Call, Calls, runnable_calls
 from memopt.walk.calls.outputs import output_tensors
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.folds.proof import folded
+from memopt.walk.models.build import instantiate
 from memopt.walk.models.config import one_line
-from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.models.shrink.depth import with_depth
 from memopt.walk.observe import walk_config

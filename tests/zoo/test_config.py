@@ -7,7 +7,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
-from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.build import instantiate
 from memopt.walk.models.shrink.depth import with_depth
 from tests.zoo.config import complete, complete_for_runs, default_config
 

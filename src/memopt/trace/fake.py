@@ -26,7 +26,7 @@ from memopt.torch_compat import (
     unset_fake_temporarily,
 )
 from memopt.trace.emulate import grouped_product, is_grouped
-from memopt.walk.models.instantiate import numbers_in
+from memopt.walk.models.build import numbers_in
 
 
 def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:

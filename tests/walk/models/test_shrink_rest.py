@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers import PreTrainedConfig
 
-from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.build import instantiate
 from memopt.walk.models.shrink.config import LIGHT_PARAMETERS, MAX_PARAMETERS, shrunken
 from memopt.walk.models.shrink.rest import cut_rest
 from memopt.walk.models.shrink.width import halved

@@ -17,7 +17,7 @@ from memopt.environment.generators import seed_cpu
 from memopt.errors import InputsError, ModelError
 from memopt.walk.calls.batch import Batch, fitting, placed
 from memopt.walk.calls.inputs import runnable_calls
-from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.build import instantiate
 from memopt.walk.models.shrink.config import shrunken
 
 #: A weight matrix with a standard deviation below the first is scaled up to the second, at most by 4: with the usual

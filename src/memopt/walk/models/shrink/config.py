@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
+from memopt.walk.models.build import instantiate
 from memopt.walk.models.config import (
     config_nodes,
     integer_field,
@@ -25,7 +26,6 @@ from memopt.walk.models.config import (
     one_line,
     standard_name,
 )
-from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.depth import MAX_DEPTH, cut_depth, with_depth
 from memopt.walk.models.shrink.rest import cut_rest
 from memopt.walk.models.shrink.width import decide_widths, fit_rotary, scale_widths

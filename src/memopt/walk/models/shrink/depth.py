@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
+from memopt.walk.models.build import instantiate
 from memopt.walk.models.config import config_nodes, integer_fields, is_integer, standard_name
-from memopt.walk.models.instantiate import instantiate
 
 MIN_DEPTH = 2
 MAX_DEPTH = 12
