@@ -1,26 +1,48 @@
-"""Convert an adapter of the stock model into one of its folded form, and back. `memopt` re-exports the function."""
+"""Convert an adapter of the stock model into one of its folded form, and back. `memopt` re-exports the function.
+
+The folder that is written has PEFT's two files, and memopt.json, which names the model that the adapter fits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from memopt.checkpoint.adapters.convert import convert
-from memopt.checkpoint.adapters.folder import Adapter, open_adapter
-from memopt.checkpoint.adapters.writer import Fit, write_adapter
-from memopt.checkpoint.atomic import Note, Notes
+import memopt
+from memopt.checkpoint.adapters.convert import Converted, convert
+from memopt.checkpoint.adapters.folder import KIND, WEIGHTS, Adapter, open_adapter, to_json
+from memopt.checkpoint.atomic import Note, Notes, staged
 from memopt.checkpoint.fold import Fold, FoldPlan
-from memopt.checkpoint.manifest import CONFIG_KEY
+from memopt.checkpoint.manifest import CONFIG_KEY, FileRecord
 from memopt.checkpoint.original import folds_of, original_of, walk_source
 from memopt.checkpoint.patched import digest_of_affines, digest_of_folds, is_patched, patched_folder
-from memopt.checkpoint.sources.source import CheckpointSource, open_source
-from memopt.checkpoint.target import default_folder
-from memopt.environment.files import user_path
+from memopt.checkpoint.sources.header import build_header
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source, sha256
+from memopt.checkpoint.target import check_space, check_target, default_folder
+from memopt.checkpoint.writer import copy_files, keep_private
+from memopt.environment.files import ADAPTER_CONFIG, user_path
 from memopt.environment.generators import generators_kept
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The model that an adapter fits."""
+
+    form: Literal["folded", "stock"]
+    base_model: str
+    """The model before it was folded: a hub id, or the name of its folder."""
+    commit: str | None
+    folds: str
+    """Digest of the folds between both forms."""
+    affines: str
+    """Digest of the stock model's weights and biases of the folded norms."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +137,7 @@ def convert_adapter(
     target = Path(out) if out is not None else Path(f"{opened.source.root.name}-{fit.form}")
     stock = forms.original.model if forms.original.commit else str(forms.original.root)
     base = stock if back else forms.folded
-    write_adapter(opened, converted, fit, target, base=base, note=notes.tell)
+    _write(opened, converted, fit, target, base=base, note=notes.tell)
     tensors = len(converted.tensors)
     return AdapterResult(opened.source.root, target, fit, base, converted.changed, tensors, tuple(notes))
 
@@ -183,3 +205,39 @@ def _digests(folder: Path, folds: tuple[Fold, ...]) -> tuple[str, ...]:
         return ("",)
     except MemoptError:
         return ()
+
+
+def _write(adapter: Adapter, converted: Converted, fit: Fit, out: Path, *, base: str, note: Note) -> None:
+    """Write the adapter to the folder `out`; all of it or nothing.
+
+    Args:
+        base: the base model to name in the adapter's config.
+
+    Raises:
+        OutputError: `out` cannot be used or written.
+        NegativeVerdict: a value has no form on the other side.
+    """
+    source = adapter.source
+    out = check_target(out, source.root, force=None)
+    header = build_header(WEIGHTS, converted.tensors)
+    check_space(out, header.file_size)
+    with staged(out, force=None, note=note) as stage:
+        with open(stage / WEIGHTS, "xb") as file:
+            file.write(header.raw)
+            for name in header.tensors:  # in the order of their bytes
+                for block in converted.blocks(name):
+                    file.write(block)
+        config = {**converted.config, "base_model_name_or_path": base}
+        (stage / ADAPTER_CONFIG).write_text(to_json(config), encoding="utf-8")
+        copy_files(source, stage)
+        files = {p.relative_to(stage).as_posix(): p for p in sorted(stage.rglob("*")) if p.is_file()}
+        record: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "kind": KIND,
+            "memopt_version": memopt.__version__,
+            "fits": asdict(fit),
+            "converted_from": {"path": str(source.root), "sha256": sha256(source.shards[0].origin)},
+            "files": {name: asdict(FileRecord(sha256(path), path.stat().st_size)) for name, path in files.items()},
+        }
+        (stage / MANIFEST).write_text(to_json(record), encoding="utf-8")
+        keep_private(source, stage, otherwise=source.shards[0].origin)
