@@ -13,7 +13,7 @@ from torch import nn
 
 from memopt.environment.files import user_path
 from memopt.environment.generators import generators_kept
-from memopt.environment.partitioned import before_sharding, shape_of
+from memopt.environment.partitioned import shape_of
 from memopt.errors import ModelError, NegativeVerdict, RecipeError, first_of
 from memopt.patches.apply import Applied, apply, is_patched, undo
 from memopt.patches.base import PlanView
@@ -180,7 +180,7 @@ def load(
     Raises:
         ModelError: the folder does not exist, `memopt patch` did not write it, or its files do not fit together.
     """
-    from memopt.checkpoint.fits import affines_read, check_fits
+    from memopt.checkpoint.fits import affines_read, before_sharding, check_fits
     from memopt.checkpoint.patched import patched_folder
     from memopt.walk.calls.batch import given_batch
     from memopt.walk.models.config import load_config

@@ -1,14 +1,15 @@
-"""For `memopt.load`: checks a patched folder against its own record, from headers or by digests, and reads the norms of
-models that are patched before their weights are read."""
+"""For `memopt.load`: checks a patched folder against its own record, from headers or by digests; for models that are
+patched before their weights are read, reads the norms, and patches before transformers shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.checkpoint.fold import FoldPlan
 from memopt.checkpoint.manifest import CONFIG_KEY, Manifest
@@ -16,6 +17,7 @@ from memopt.checkpoint.names import SHOWN, compare_names
 from memopt.checkpoint.patched import PatchedFolder, digest_of_folds
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
 from memopt.errors import ModelError, first_of
+from memopt.walk.models.plain import exchanged
 
 
 def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digests: bool) -> None:
@@ -89,3 +91,20 @@ def affines_read(model: nn.Module, folder: Path, norms: Mapping[str, str]) -> It
         for module, each, parameter in lent:
             if each in module._parameters:
                 module._parameters[each] = parameter
+
+
+def before_sharding(change: Callable[[nn.Module], object]) -> AbstractContextManager[None]:
+    """Inside, `change` gets every model on meta that ``from_pretrained(distributed_config=...)`` is about to shard.
+
+    Later is too late: a module that FSDP2 has sharded takes no other parameters, and each rank reads only its shards.
+    This has no effect if transformers has no ``maybe_distribute_model``.
+    """
+    name = "maybe_distribute_model"
+    inherited: Any = getattr(PreTrainedModel, name, None)
+
+    def changed(cls: type, model: nn.Module, distributed_config: Any, mesh: Any) -> Any:
+        if mesh is not None:
+            change(model)
+        return inherited.__func__(cls, model, distributed_config, mesh)
+
+    return exchanged([] if inherited is None else [(PreTrainedModel, name, classmethod(changed))])

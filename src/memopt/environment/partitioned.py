@@ -1,5 +1,5 @@
-"""Models that other tools partition: ZeRO-3's parameters (empty except while they are gathered), models that
-transformers shards before it reads their weights, and forwards with hooks of accelerate's device maps."""
+"""Models that other tools partition: ZeRO-3's parameters (empty except while they are gathered), and forwards with
+hooks of accelerate's device maps."""
 
 from __future__ import annotations
 
@@ -99,34 +99,3 @@ def is_only_moved(module: nn.Module) -> bool:
     """Whether accelerate's hook on `module` moves its inputs and outputs to other devices, and does nothing else."""
     hook: Any = vars(module).get("_hf_hook")
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and _hooks_its_class(module)
-
-
-@contextmanager
-def before_sharding(change: Callable[[nn.Module], object]) -> Iterator[None]:
-    """Inside, `change` gets every model on meta that ``from_pretrained(distributed_config=...)`` is about to shard.
-
-    Later is too late: a module that FSDP2 has sharded takes no other parameters, and each rank reads only its shards.
-    This has no effect if transformers has no ``maybe_distribute_model``.
-    """
-    from transformers import PreTrainedModel
-
-    name = "maybe_distribute_model"
-    inherited: Any = getattr(PreTrainedModel, name, None)
-    if inherited is None:
-        yield
-        return
-
-    def changed(cls: type, model: nn.Module, distributed_config: Any, mesh: Any) -> Any:
-        if mesh is not None:
-            change(model)
-        return inherited.__func__(cls, model, distributed_config, mesh)
-
-    own = vars(PreTrainedModel).get(name)
-    setattr(PreTrainedModel, name, classmethod(changed))
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(PreTrainedModel, name)
-        else:
-            setattr(PreTrainedModel, name, own)
