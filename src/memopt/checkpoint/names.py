@@ -140,10 +140,9 @@ class _Parts:
 
     def __init__(self, model: PreTrainedModel) -> None:
         prefix = model.base_model_prefix
-        has_base = bool(prefix) and isinstance(getattr(model, prefix, None), nn.Module)
         self._model = model
         self._prefix = f"{prefix}." if prefix else ""
-        self._has_base = has_base
+        self._has_base = bool(prefix) and isinstance(getattr(model, prefix, None), nn.Module)
 
     def in_base(self, name: str) -> bool:
         return name.startswith(self._prefix) if self._has_base else True

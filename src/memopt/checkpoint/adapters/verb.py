@@ -73,11 +73,10 @@ class _Forms:
     folded: str
     """Folder of the folded form; if it is not written yet, its default folder."""
 
-    def fit(self, form: str) -> Fit:
-        affines = digest_of_affines(self.folds, self.original.read_range)
+    def fit(self, form: Literal["folded", "stock"]) -> Fit:
         name = self.original.model if self.original.commit else self.original.root.name
-        folds = digest_of_folds(self.folds)
-        return Fit("stock" if form == "stock" else "folded", name, self.original.commit, folds, affines)
+        affines = digest_of_affines(self.folds, self.original.read_range)
+        return Fit(form, name, self.original.commit, digest_of_folds(self.folds), affines)
 
 
 @generators_kept()

@@ -84,14 +84,14 @@ def read(contraction: Contraction, weight: ParameterView, shadow: Shadow) -> Rea
     channels = one_per_coordinate(shadow.ids, contraction.over_a % a.dim())
     if channels is None:
         return "linear that reads several channels in one coordinate"
-    along = _axis(weight, b, contraction.over_b % b.dim())
+    along = _axis(weight, contraction.over_b % b.dim())
     if along is None:
         return "weight whose layout is not understood"
     shift = shadow.shift and not contraction.padded and not bool((compact(shadow.ids) == ZERO).any())
     return Reading(along.axis, along.coordinates(), channels, shift, shadow.scale)
 
 
-def _axis(weight: ParameterView, b: Tensor, summed: int) -> Along | None:
+def _axis(weight: ParameterView, summed: int) -> Along | None:
     """The axis of the parameter that b's dimension `summed` walks, if no other dimension of b walks it too."""
     dim = weight.dims[summed]
     if dim == SINGLE:
