@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memopt.checkpoint.fold import Fold, FoldPlan
+from memopt.checkpoint.digests import BLOCK, Digests
+from memopt.checkpoint.fold import Fold, FoldPlan, Operation
 from memopt.checkpoint.manifest import Manifest, read_manifest
+from memopt.checkpoint.sources.base import Shard
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source, sha256
 from memopt.emit.engines import file_names
 from memopt.errors import ModelError, first_of
 from memopt.patches.checks import Check, Status
-from memopt.verification.reading import Reading, read_both
-from memopt.verification.recompute import TensorComparison
+from memopt.verification.recompute import Comparison, TensorComparison
 from memopt.verification.side_files import files_of, verify_side_files
 
 _MAX_WORKERS = 4
@@ -48,9 +50,9 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
     folds = tuple(record.fold for record in manifest.folds)
     source, missing = _open_original(manifest, against)
     misfits = [] if source is None else list(FoldPlan(folds).misfits(source.tensors))
-    reading = Reading({}, {})
+    reading = _Reading({}, {})
     if source is not None:
-        reading = read_both(source, patched, {} if misfits else FoldPlan(folds).operations())
+        reading = _read_both(source, patched, {} if misfits else FoldPlan(folds).operations())
     checks = [_check_files(folder, manifest, files_of(patched), reading.digests)]
     checks.append(_check("headers", str(folder), "pass", n=len(patched.shards), detail="shard headers and index agree"))
     if source is not None:
@@ -69,6 +71,59 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
         named = f"memopt.json has folds that these tensors do not allow: {first_of(misfits)}"
         return [*checks, _check("fold", "folded tensors", "fail", detail=named)]
     return checks + _check_tensors(folds, reading.comparisons)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Hashes of the weight files of both checkpoints, and comparisons of their tensors."""
+
+    digests: dict[Path, str]
+    """SHA-256 of the patched shards, and of the source's that have the same layout."""
+    comparisons: dict[str, TensorComparison]
+    """Tensor -> its comparison, for every tensor that both have in the same dtype and shape."""
+
+
+def _read_both(source: CheckpointSource, patched: CheckpointSource, operations: Mapping[str, Operation]) -> _Reading:
+    """Read and compare; `operations`: tensor -> the operation on it; all other tensors are unchanged."""
+    reading = _Reading({}, {})
+    with ThreadPoolExecutor(2, thread_name_prefix="memopt") as pool:
+        for part in pool.map(lambda shard: _read_shard(source, patched, shard, operations), patched.shards):
+            reading.digests.update(part.digests)
+            reading.comparisons.update(part.comparisons)
+    return reading
+
+
+def _read_shard(
+    source: CheckpointSource, patched: CheckpointSource, shard: Shard, operations: Mapping[str, Operation]
+) -> _Reading:
+    twin = next((other for other in source.shards if (other.name, other.header) == (shard.name, shard.header)), None)
+    hashed = twin is not None and source.weights.copies_as_is
+    comparisons: dict[str, TensorComparison] = {}
+    with Digests() as digests:
+        digests.update(memoryview(shard.header.raw))
+        for info in sorted(shard.header.tensors.values(), key=lambda info: (info.offset, info.nbytes)):
+            original = source.tensors.get(info.name)
+            alike = original is not None and (original.dtype, original.shape) == (info.dtype, info.shape)
+            # A tensor that the source lacks, or has in another layout, is hashed only.
+            comparison = Comparison(
+                source if alike else patched, info.name, operations.get(info.name) if alike else None
+            )
+            for piece, start, stop in comparison.pieces(BLOCK):
+                after, before = digests.buffers(stop - start)
+                patched.weights.read_into(after, info, start)
+                if not alike or original is None:
+                    digests.update(after)
+                    continue
+                source.weights.read_into(before, original, start)
+                digests.update(after, before if hashed else None)
+                comparison.add(piece, start, before, after)
+            if alike:
+                comparisons[info.name] = comparison.result
+        mine, theirs = digests.hex()
+    found = {shard.origin: mine}
+    if hashed and twin is not None:
+        found[twin.origin] = theirs
+    return _Reading(found, comparisons)
 
 
 def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digests: Mapping[Path, str]) -> Check:
