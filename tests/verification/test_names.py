@@ -16,8 +16,8 @@ from memopt.pipeline import patch_checkpoint
 from memopt.plan.recipe import load_recipe
 from memopt.verification import models
 from memopt.verification.models import Pair
-from memopt.verification.names import random_tensors, verify_names
 from memopt.verification.run import verify
+from memopt.verification.side_files import random_tensors, verify_names
 from tests.checkpoint.test_names import FILE, NORM, bert, configure
 from tests.factories import tiny_model
 

@@ -88,8 +88,7 @@ def _run(
 ) -> list[Check]:
     folder, trained = record.folder, record.manifest is None
     if level == "weights":
-        from memopt.verification.names import verify_names
-        from memopt.verification.side_files import verify_saved_again, verify_sites
+        from memopt.verification.side_files import verify_names, verify_saved_again, verify_sites
         from memopt.verification.weights import verify_weights
 
         names = verify_names(folder, trust_remote_code=trust_remote_code)
@@ -104,7 +103,7 @@ def _run(
         return [skipped("forward.original", "original model", why)]
     from memopt.verification.inputs import NoInputs
     from memopt.verification.models import find_pair
-    from memopt.verification.names import random_tensors
+    from memopt.verification.side_files import random_tensors
     from memopt.verification.trial import CheckpointTrial
 
     trial = CheckpointTrial(folder, record.recipe, trust_remote_code, inputs, record.folded_norms())

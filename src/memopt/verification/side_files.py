@@ -1,7 +1,8 @@
 """Level "weights", other files: checks all other files that a loader reads, and that memopt.json is consistent.
 
 config.json is compared key for key, README.md with the source's and the part that patch adds, every other file byte for
-byte; memopt.json with itself and with the key in config.json. Only `verify_sites` builds a model, without weights.
+byte; memopt.json with itself, with the key in config.json and with the model of the config, built without weights. The
+files hold the tensors of that model, so that no level runs random tensors.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ import filecmp
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import memopt
 from memopt.checkpoint.card import CARD, MAX_BYTES, patched_card, source_card
 from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, differences
+from memopt.checkpoint.names import SHOWN, Names, compare_names
 from memopt.checkpoint.patched import PatchedFolder, config_key, digest_of_affines
 from memopt.checkpoint.sources.base import INDEX
-from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
 from memopt.emit.engines import file_names
 from memopt.environment.files import once
 from memopt.errors import ModelError, first_of
-from memopt.patches.checks import Check, Status
+from memopt.patches.checks import Check, Level, Status
 from memopt.patches.registry import rows
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import modernised
+from memopt.verification.models import Pair
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import load_config
 from memopt.walk.sites import Sites
 
 #: Keys that `save_pretrained` writes on its own.
@@ -91,9 +97,6 @@ def verify_saved_again(record: PatchedFolder, against: str | None, *, trust_remo
 
 def verify_sites(record: PatchedFolder, *, trust_remote_code: bool = False) -> Iterator[Check]:
     """Whether every site that memopt.json lists is in the model of the config, built without weights."""
-    from memopt.walk.models.build import build_meta
-    from memopt.walk.models.config import load_config
-
     try:
         model = build_meta(load_config(record.folder, trust_remote_code=trust_remote_code))
     except ModelError:
@@ -105,6 +108,48 @@ def verify_sites(record: PatchedFolder, *, trust_remote_code: bool = False) -> I
     yield _check("sites", MANIFEST, wrong, metric="sites that are not there", reference="the config", n=len(entries))
 
 
+def verify_names(folder: Path, *, trust_remote_code: bool = False) -> Check:
+    """Whether the tensors of a patched folder are those of its config's model, by name and shape."""
+    try:
+        names = _names(str(folder), trust_remote_code)
+    except ModelError as error:
+        return Check("weights.names", "weights", str(folder), "fail", detail=str(error))
+    return Check(
+        "weights.names",
+        "weights",
+        names.model,
+        "fail" if names.wrong else "warn" if names.random else "pass",
+        metric="tensors that the model and the files do not share",
+        value=len(names.wrong),
+        threshold=0,
+        threshold_reason="a load of the folder draws missing tensors at random",
+        reference="the model of config.json, as transformers loads it",
+        detail=first_of(names.wrong, SHOWN, "; ") or "; ".join(names.notes),
+    )
+
+
+def random_tensors(level: Level, record: PatchedFolder, pair: Pair | None, trust_remote_code: bool) -> list[Check]:
+    """A check for each model that `level` cannot use, because a load would leave tensors random.
+
+    The models are the patched folder and, where there is a `pair`, the original.
+    """
+    models: list[tuple[str, str | None, bool]] = [(str(record.folder), None, False)]
+    if pair is not None:
+        pickled = record.manifest is not None and needs_allow_pickle(record.manifest.source.files)
+        models.append((pair.original, pair.revision, pickled))
+    checks = []
+    for model, revision, pickled in models:
+        names = _names(model, trust_remote_code, revision, pickled)
+        if names.wrong or names.random:
+            unknown = names.wrong or tuple(f"{name} is missing" for name in names.random)
+            status = "fail" if names.wrong else "skip"
+            detail = (
+                f"{first_of(unknown, SHOWN, '; ')}: such tensors are drawn at random, so the models cannot be compared"
+            )
+            checks.append(Check(f"{level}.names", level, model, status, detail=detail))  # type: ignore[arg-type]
+    return checks
+
+
 def allowed_changes(manifest: Manifest, sites: Sites) -> frozenset[str]:
     """Outputs that may differ from the original's: the folds of the recipe change them, and memopt.json lists them."""
     plan = Plan(manifest.recipe, sites, manifest.entries)
@@ -112,10 +157,13 @@ def allowed_changes(manifest: Manifest, sites: Sites) -> frozenset[str]:
     return frozenset(name for name in listed if not _is_result(name))
 
 
+def _names(model: str, trust_remote_code: bool, revision: str | None = None, pickled: bool = False) -> Names:
+    source = open_source(model, revision=revision, allow_pickle=pickled)
+    return compare_names(source, load_config(source.root, trust_remote_code=trust_remote_code))
+
+
 def _against(patched: CheckpointSource, against: str, trust_remote_code: bool) -> Iterator[Check]:
     """The layout and the config of a model that was saved again, which training does not change."""
-    from memopt.walk.models.config import load_config
-
     source = open_source(against)
     shapes = {name: list(info.shape) for name, info in source.tensors.items()}
     after = {name: list(info.shape) for name, info in patched.tensors.items()}
