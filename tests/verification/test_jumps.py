@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from memopt.verification import forward
-from memopt.verification.jumps import JumpingRows
 from memopt.verification.run import verify
+from memopt.verification.stochastic import JumpingRows
 from tests.mutation.folders import workshop
 from tests.mutation.models import Checkpoint
 

@@ -23,7 +23,6 @@ from memopt.errors import ModelError
 from memopt.patches.checks import Check, ratio_status, skipped
 from memopt.patches.record import record_of
 from memopt.verification.inputs import Probes, probe_inputs
-from memopt.verification.jumps import JUMP_SCALE, JumpingRows
 from memopt.verification.models import (
     Pair,
     Reference,
@@ -37,7 +36,7 @@ from memopt.verification.models import (
 )
 from memopt.verification.ratios import chance_ratio
 from memopt.verification.side_files import allowed_changes
-from memopt.verification.stochastic import RandomRounding, rounded_at_random
+from memopt.verification.stochastic import JUMP_SCALE, JumpingRows, RandomRounding, rounded_at_random
 from memopt.walk.aten.precision import precise
 
 PASS_RATIO = 1.25
