@@ -23,7 +23,7 @@ from memopt.cli import common
 from memopt.patches.checks import Check
 from memopt.prediction.planner.choice import Frontier
 from memopt.reporting.text import Terminal, as_text, line
-from memopt.verification.verdict import Verdict
+from memopt.verification.run import Verdict
 from tests.cli.conftest import Run
 
 #: Clears the screen, sets the title, links, goes back and erases, C1, turns the writing, markup, a line of its own.

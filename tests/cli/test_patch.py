@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from memopt import pipeline
-from memopt.verification.verdict import Verdict
+from memopt.verification.run import Verdict
 from memopt.verification.weights import verify_weights
 from memopt.walk.sites import Sites
 from tests.checkpoint.builders import plan_of, rms_norm

@@ -12,8 +12,7 @@ import pytest
 
 from memopt.errors import ModelError
 from memopt.patches.checks import Level
-from memopt.verification.run import verify
-from memopt.verification.verdict import Verdict
+from memopt.verification.run import Verdict, verify
 from tests.mutation import catalogue
 from tests.mutation.catalogue import GOOD, Row, rows, run
 from tests.mutation.folders import Copy, Workshop, workshop

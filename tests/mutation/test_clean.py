@@ -10,7 +10,7 @@ import pytest
 
 from memopt.patches.checks import Check
 from memopt.plan.shipped import shipped
-from memopt.verification.verdict import Verdict
+from memopt.verification.run import Verdict
 from tests.mutation import clean
 from tests.mutation.clean import GOOD, WIDTHS, Case, cases, run
 from tests.mutation.folders import Workshop, workshop

@@ -20,7 +20,7 @@ from memopt.checkpoint.writer import write_checkpoint
 from memopt.errors import ModelError
 from memopt.patches.checks import Check
 from memopt.verification import recompute
-from memopt.verification.verdict import Verdict
+from memopt.verification.run import Verdict
 from memopt.verification.weights import verify_weights
 from memopt.walk.sites import Consumer
 from tests.checkpoint.builders import HIDDEN, plan_of, rms_norm, rms_plan, rms_tensors, write_checkpoint_files

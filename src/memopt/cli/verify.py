@@ -12,7 +12,7 @@ from memopt.environment.files import patched_folder_at
 from memopt.patches.checks import Check, Level
 
 if TYPE_CHECKING:
-    from memopt.verification.verdict import Verdict
+    from memopt.verification.run import Verdict
 
 
 def verify(

@@ -1,12 +1,14 @@
-"""Run the levels of a verification, cheapest first."""
+"""Run the levels of a verification, cheapest first, and sum up their checks."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST
@@ -16,11 +18,42 @@ from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.patches.capabilities import Checks
 from memopt.patches.checks import LEVELS, Check, Level, Status, skipped
 from memopt.patches.registry import having
-from memopt.verification.verdict import Verdict
+from memopt.reporting.terminal import checks_table
+from memopt.reporting.text import as_text
 from memopt.walk.calls.batch import Batch, given_batch
 
 if TYPE_CHECKING:
     from memopt.verification.trial import CheckpointTrial
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All checks of one verification."""
+
+    checks: tuple[Check, ...]
+
+    def __str__(self) -> str:
+        """The table that `memopt verify` prints, and the status."""
+        return f"{as_text([checks_table(self.checks)])}\n\nstatus: {self.status}"
+
+    __repr__ = __str__
+
+    @property
+    def status(self) -> Literal["pass", "fail", "inconclusive"]:
+        statuses = Counter(check.status for check in self.checks)
+        if statuses["fail"]:
+            return "fail"
+        return "inconclusive" if statuses["skip"] or not self.checks else "pass"
+
+    def exit_code(self, *, allow_skips: bool = False) -> int:
+        """0 all passed, 1 a check failed, 3 a check was skipped (0 with `allow_skips`)."""
+        if self.status == "fail":
+            return 1
+        return 3 if self.status == "inconclusive" and not (allow_skips and self.checks) else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {"status": self.status, "checks": [asdict(check) for check in self.checks]}
 
 
 @generators_kept()
