@@ -109,11 +109,15 @@ def _loaded_as(dtype: torch.dtype | None) -> torch.dtype | str:
 def _in_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if dtype != torch.float64:
         return model
-    # PyTorch has no grouped products in fp64.
-    with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
-        cast(Any, model).set_experts_implementation("eager")
+    experts_one_by_one(model)
     # `from_pretrained` leaves buffers (rotary frequencies) in fp32.
     return nn.Module.double(model)
+
+
+def experts_one_by_one(model: nn.Module) -> None:
+    """Run the experts of `model` one after another: PyTorch has no grouped products in fp64."""
+    with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
+        cast(Any, model).set_experts_implementation("eager")
 
 
 @contextlib.contextmanager

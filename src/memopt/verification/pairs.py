@@ -17,7 +17,7 @@ from memopt.api import unpatch
 from memopt.patches.record import record_of
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.verification.inputs import Probes
-from memopt.verification.models import cast_inputs, load_run_free, reference_for, stored_dtype
+from memopt.verification.models import cast_inputs, experts_one_by_one, load_run_free, reference_for, stored_dtype
 from memopt.verification.trial import CheckpointTrial
 from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
@@ -108,8 +108,7 @@ def _pair_of(model: nn.Module, probes: Probes) -> Pair | None:
     reference = reference_for(model, copies=8)
     if reference is None:
         return None
-    with contextlib.suppress(ValueError, AttributeError):  # PyTorch has no grouped products in fp64
-        cast(Any, model).set_experts_implementation("eager")
+    experts_one_by_one(model)
     own = _own_dtypes(model, stored)
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if own.get(name, stored) is None:

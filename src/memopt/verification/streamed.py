@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -36,7 +36,7 @@ from memopt.reporting.text import Terminal
 from memopt.torch_compat import no_dispatch, tree_leaves, tree_map
 from memopt.verification.gradient import check_parameters, compare_gradients, ratios
 from memopt.verification.inputs import Probes
-from memopt.verification.models import cast_inputs, choose_reference, quiet
+from memopt.verification.models import cast_inputs, choose_reference, experts_one_by_one, quiet
 from memopt.verification.modules import LIMITS, Worst, check_alone, check_modules, compare_steps
 from memopt.verification.ratios import STOCK_RUNS
 from memopt.verification.step import Step, loss_of
@@ -121,8 +121,7 @@ class _Sweep:
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", False):
                 config.use_cache = False  # a block that runs twice would add to the cache twice
-        with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
-            cast(Any, self.model).set_experts_implementation("eager")
+        experts_one_by_one(self.model)
 
     def run(self, probes: Probes) -> None:
         for module in self.model.modules():
