@@ -638,7 +638,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the source's config is not pinned",
-        "wrong = [name for name, digest in zip(pinned, digests, strict=True) if digest != pinned[name].sha256]",
+        "wrong = _changed(source, pinned, {})",
         "wrong = list[str]()",
         ("tests/checkpoint/test_fits.py",),
     ),

@@ -7,15 +7,15 @@ tensor must have the source's bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from memopt.checkpoint.digests import BLOCK, Digests
 from memopt.checkpoint.fold import Fold, FoldPlan, Operation
-from memopt.checkpoint.manifest import Manifest, read_manifest
+from memopt.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from memopt.checkpoint.sources.base import Shard
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source, sha256
 from memopt.emit.engines import file_names
@@ -27,7 +27,6 @@ from memopt.verification.side_files import files_of, verify_side_files
 _MAX_WORKERS = 4
 _EXACT = "the fold is deterministic: a tolerance would hide a wrong norm, axis or offset"
 _SAVED_OVER = f". If the model was trained and saved into this folder: remove {MANIFEST} and verify again"
-T = TypeVar("T")
 
 
 def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[Check]:
@@ -162,10 +161,7 @@ def _check_original(
 ) -> tuple[CheckpointSource | None, Check]:
     """(the source, or None if it must not be compared; the check of its weight files)."""
     record = manifest.source
-    origins = {path.name: path for path in (source.root / name for name in record.files) if os.path.isfile(path)}
-    found = _parallel(lambda path: read.get(path) or sha256(path), origins.values())
-    digests = dict(zip(origins, found, strict=True))
-    wrong = [name for name, file in record.files.items() if digests.get(Path(name).name) != file.sha256]
+    wrong = _changed(source, record.files, read)
     status: Status = "pass"
     detail = ""
     if wrong:
@@ -192,9 +188,7 @@ def _check_others(manifest: Manifest, source: CheckpointSource | None, *, given:
     status: Status = "skip"
     detail, pinned = f"{MANIFEST} of memopt {manifest.memopt_version} has no digests of them", manifest.source.others
     if pinned is not None:
-        paths = [source.root / name for name in pinned]
-        digests = _parallel(lambda path: sha256(path) if os.path.isfile(path) else None, paths)
-        wrong = [name for name, digest in zip(pinned, digests, strict=True) if digest != pinned[name].sha256]
+        wrong = _changed(source, pinned, {})
         status = "pass" if not wrong else "warn" if given else "skip"
         detail = f"{first_of(wrong)} changed since the patch" + ("" if given else ": give the original with --against")
     detail = "" if status == "pass" else detail
@@ -259,9 +253,15 @@ def _check_range(results: list[TensorComparison]) -> Check:
     )
 
 
-def _parallel(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
+def _changed(source: CheckpointSource, files: Mapping[str, FileRecord], read: Mapping[Path, str]) -> list[str]:
+    """Names of the `files` that the source lacks or has with another digest; `read`: the digests that are known."""
+
+    def digest(path: Path) -> str | None:
+        return read.get(path) or sha256(path) if os.path.isfile(path) else None
+
     with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, items))
+        digests = pool.map(digest, (source.root / name for name in files))
+        return [name for name, found in zip(files, digests, strict=True) if found != files[name].sha256]
 
 
 def _check_none(wrong: list[str], name: str, subject: str, metric: str, reference: str, n: int) -> Check:
