@@ -57,12 +57,8 @@ class Situation:
         return ", ".join(filter(None, (*said, "outlier channels" * self.outliers)))
 
 
-def _listed(*rows: tuple[Any, ...]) -> tuple[Situation, ...]:
-    return tuple(Situation(*row) for row in rows)
-
-
 #: Each pair of values of two factors is in a situation. Outliers are in fp64 only: in 16 bits rounding hides errors.
-SITUATIONS = _listed(
+_ROWS: tuple[tuple[Any, ...], ...] = (
     (True, "all", "exact", 3, SHORT, False, "once", True, False),
     (True, "odd", "exact", 1, SHORT, True, "twice", False, True),
     (True, "even", "exact", 1, LONG, False, "once", True, True),
@@ -80,6 +76,7 @@ SITUATIONS = _listed(
     (True, "lora", "autocast", 1, SHORT, True, "twice", True, False),
     (True, "lora", "bf16", 3, SHORT, True, "once", False, False),
 )
+SITUATIONS = tuple(Situation(*row) for row in _ROWS)
 
 
 def batches(model: nn.Module, probes: Probes, situation: Situation) -> list[dict[str, Any]]:

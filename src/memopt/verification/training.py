@@ -89,18 +89,10 @@ def _checks(pair: Pair, situation: Situation) -> Iterator[Check]:
         pair.not_run[str(situation)] = f"{type(error).__name__}: {one_line(error)}"
         return
     limit = LIMITS[pair.wide]
-
-    def difference(patched: int | None) -> Worst:
-        return _worst(lambda: run(pair.patched, dtype, patched), lambda ran: _compared(ran.step, stock.step))
-
-    def evaluation(patched: int | None) -> Worst:
-        return _worst(
-            lambda: run(pair.patched, dtype, patched), lambda ran: compare_steps(ran.evaluated, stock.evaluated)
-        )
-
-    ran: _Run | None = None
+    patched_run = functools.partial(run, pair.patched, dtype)
+    difference = _worst(patched_run, lambda it: _compared(it.step, stock.step))
     try:
-        ran = run(pair.patched, dtype)
+        ran = patched_run()
     except Exception:
         yield _check("training.steps", pair, situation, difference(None), difference, limit)
         return
@@ -116,11 +108,9 @@ def _checks(pair: Pair, situation: Situation) -> Iterator[Check]:
         yield _rounding(pair, situation, run, ran, stock, truth, dtype)
     if situation.evaluates:
         worst = compare_steps(ran.evaluated, stock.evaluated)
+        evaluation = _worst(patched_run, lambda it: compare_steps(it.evaluated, stock.evaluated))
         yield _check("training.evaluation", pair, situation, worst, evaluation, limit)
-
-    def draws(patched: int | None) -> Worst:
-        return _worst(lambda: run(pair.patched, dtype, patched), lambda it: Worst(it.drawn != stock.drawn, ""))
-
+    draws = _worst(patched_run, lambda it: Worst(it.drawn != stock.drawn, ""))
     yield _check("training.random_numbers", pair, situation, Worst(ran.drawn != stock.drawn, ""), draws, 0.0)
     if situation == SITUATIONS[0]:
         yield from _dropout(pair, given[0])
@@ -140,7 +130,8 @@ def _ran(
     with (
         preserved(model), as_in(situation, model, pair.blocks), precise(dtype),
         pair.with_stock(patched if model is pair.patched else None),
-        _rounded(dtype) if seed else contextlib.nullcontext(),  # results, not weights and buffers
+        # Results are rounded, not weights and buffers.
+        RandomRounding(dtype if dtype == torch.float64 else torch.bfloat16) if seed else contextlib.nullcontext(),
     ):  # fmt: skip
         _seed(seed)
         evaluated = _evaluated(model, cast_batches[0], autocast) if situation.evaluates else {}
@@ -183,11 +174,16 @@ def _compared(step: Step, truth: Step) -> Worst:
     return compare_steps(step, truth)
 
 
-def _worst(run: Callable[[], _Run], compare: Callable[[_Run], Worst]) -> Worst:
-    try:
-        return compare(run())
-    except Exception as error:  # an error of the patched modules: stock modules run
-        return Worst(float("inf"), f"an error: {type(error).__name__}: {one_line(error)}")
+def _worst(run: Callable[[int | None], _Run], compare: Callable[[_Run], Worst]) -> Callable[[int | None], Worst]:
+    """`compare` on the run with the first so many modules patched."""
+
+    def worst(patched: int | None) -> Worst:
+        try:
+            return compare(run(patched))
+        except Exception as error:  # an error of the patched modules: stock modules run
+            return Worst(float("inf"), f"an error: {type(error).__name__}: {one_line(error)}")
+
+    return worst
 
 
 def _rounding(
@@ -212,11 +208,8 @@ def _rounding(
         ours = [ran, *(run(pair.patched, dtype, seed=seed) for seed in (1, 2))]
         theirs = [stock, *(run(pair.stock, dtype, seed=seed) for seed in range(3, 2 + STOCK_RUNS))]
         worst = far(ours, theirs)
-    again = functools.partial(run, pair.patched, dtype)
-    return _check(
-        "training.rounding", pair, situation, worst,
-        lambda patched: _worst(lambda: again(patched), lambda it: far([it], [stock])), 1.0,
-    )  # fmt: skip
+    again = _worst(functools.partial(run, pair.patched, dtype), lambda it: far([it], [stock]))
+    return _check("training.rounding", pair, situation, worst, again, 1.0)
 
 
 _METRICS = {
@@ -271,7 +264,8 @@ def _dropout(pair: Pair, batch: dict[str, Any]) -> Iterator[Check]:
             generator = torch.Generator().manual_seed(0)
             moved = [(each, each.data, each.grad) for each in model.parameters() if each.grad is not None]
             steps = [
-                torch.randn(data.shape, generator=generator).to(data) * _STEP * _size(data) for _, data, _ in moved
+                torch.randn(data.shape, generator=generator).to(data) * _STEP * (rms(data) or 1.0)
+                for _, data, _ in moved
             ]
             slopes = torch.stack([(grad * step).sum() for (_, _, grad), step in zip(moved, steps, strict=True)])
             losses = []
@@ -288,14 +282,6 @@ def _dropout(pair: Pair, batch: dict[str, Any]) -> Iterator[Check]:
         draws = float(loss(0).detach()) != float(loss(1).detach())
     if draws:
         yield _check("training.dropout", pair, "train mode, dropouts on", slope(None), slope, _SLOPE_LIMIT)
-
-
-def _size(parameter: Tensor) -> float:
-    return rms(parameter) or 1.0
-
-
-def _rounded(dtype: torch.dtype) -> RandomRounding:
-    return RandomRounding(dtype if dtype == torch.float64 else torch.bfloat16)
 
 
 def _seed(seed: int) -> None:
