@@ -22,7 +22,7 @@ from memopt.environment.generators import seed_cpu
 from memopt.errors import ModelError
 from memopt.patches.checks import Check, ratio_status, skipped
 from memopt.patches.record import record_of
-from memopt.verification.inputs import Probes, probe_inputs
+from memopt.verification.inputs import Probes
 from memopt.verification.models import (
     Pair,
     Reference,
@@ -37,6 +37,7 @@ from memopt.verification.models import (
 from memopt.verification.ratios import chance_ratio
 from memopt.verification.side_files import allowed_changes
 from memopt.verification.stochastic import JUMP_SCALE, JumpingRows, RandomRounding, rounded_at_random
+from memopt.verification.trial import CheckpointTrial
 from memopt.walk.aten.precision import precise
 
 PASS_RATIO = 1.25
@@ -88,12 +89,12 @@ class _Original:
     probes: Probes
 
 
-def verify_forward(pair: Pair) -> list[Check]:
+def verify_forward(trial: CheckpointTrial, pair: Pair) -> list[Check]:
     """One check for each floating-point output, and for logits their KL divergence and top token."""
-    trust = pair.trust_remote_code
+    trust = trial.trust_remote_code
     load_original = functools.partial(load_stock, pair.original, revision=pair.revision, trust_remote_code=trust)
     try:
-        original = load_run_free(functools.partial(_loaded, load_original), functools.partial(_run_original, pair))
+        original = load_run_free(functools.partial(_loaded, load_original), functools.partial(_run_original, trial))
     except _NotLoaded as error:
         return [_skipped(f"the original cannot be loaded: {error}")]
     if original is None:
@@ -113,14 +114,11 @@ def verify_forward(pair: Pair) -> list[Check]:
         return _run(model, probes, dtype, training_path=True), changed
 
     patched, changed = load_run_free(
-        functools.partial(load_patched, pair.patched, trust_remote_code=trust, inputs=pair.inputs), run_patched
+        functools.partial(load_patched, pair.patched, trust_remote_code=trust, inputs=trial.inputs), run_patched
     )
     outputs = {
         "patched": patched,
-        "stock classes on the patched files": load_run_free(
-            functools.partial(load_stock, pair.patched, trust_remote_code=trust),
-            lambda model: _run(model, probes, dtype),
-        ),
+        "stock classes on the patched files": load_run_free(trial.stock, lambda model: _run(model, probes, dtype)),
     }
     source = f"{reference.name} run of the original weights" + (f"; {reference.note}" if reference.note else "")
     compared = functools.partial(
@@ -183,12 +181,12 @@ def _loaded(load: Callable[[], nn.Module]) -> nn.Module:
         raise _NotLoaded(str(error)) from error
 
 
-def _run_original(pair: Pair, model: nn.Module) -> _Original | None:
+def _run_original(trial: CheckpointTrial, model: nn.Module) -> _Original | None:
     """The original's outputs; None if no more precise run fits into memory."""
     dtype, reference = stored_dtype(model), reference_for(model, copies=2)
     if reference is None:
         return None
-    probes = probe_inputs(model, pair.patched, pair.inputs, trust_remote_code=pair.trust_remote_code)
+    probes = trial.probes(model)
     return _Original(_run(model, probes, dtype), dtype, reference, probes)
 
 

@@ -36,23 +36,16 @@ class Pair:
     original: str
     """The model that was patched: local folder or hub id."""
     revision: str | None = None
-    trust_remote_code: bool = False
-    inputs: Batch | None = None
-    """The user's batch; None to make inputs."""
 
 
-def find_pair(
-    folder: Path, against: str | None, *, trust_remote_code: bool = False, inputs: Batch | None = None
-) -> Pair | None:
+def find_pair(folder: Path, against: str | None) -> Pair | None:
     """The patched folder and its original: `against`, or the manifest's source; None if the source no longer exists."""
     if against is not None:
-        return Pair(folder, against, None, trust_remote_code, inputs)
+        return Pair(folder, against)
     source = read_manifest(folder).source
     if source.commit is not None:
-        return Pair(folder, source.model, source.commit, trust_remote_code, inputs)
-    if os.path.isdir(source.path):
-        return Pair(folder, source.path, None, trust_remote_code, inputs)
-    return None
+        return Pair(folder, source.model, source.commit)
+    return Pair(folder, source.path) if os.path.isdir(source.path) else None
 
 
 def load_run_free(load: Callable[[], nn.Module], run: Callable[[nn.Module], T]) -> T:

@@ -144,11 +144,11 @@ def _run(
         if level == "forward":
             from memopt.verification.forward import verify_forward
 
-            pair = find_pair(folder, against, trust_remote_code=trust_remote_code, inputs=inputs)
+            pair = find_pair(folder, against)
             if pair is None:
                 why = "the original is not where memopt.json says; name it with --against MODEL"
                 return [skipped("forward.original", "original model", why)]
-            return random_tensors(level, record, pair, trust_remote_code) or verify_forward(pair)
+            return random_tensors(level, record, pair, trust_remote_code) or verify_forward(trial, pair)
         if level == "memory":
             from memopt.verification.memory import verify_memory
             from memopt.verification.step_memory import verify_step
