@@ -1,7 +1,7 @@
 """Stand-ins for FlashAttention and flex attention, which run on a GPU only: they save and allocate what the kernels do.
 
 flash-attn 2.8, `csrc/flash_attn/flash_api.cpp`: PyTorch's flash attention is the same code, so its operator stands for
-it; `memopt.trace.workspaces` counts its temporaries. FlashAttention 3 is counted as 2.
+it; `memopt.trace.operations.temporaries` counts its temporaries. FlashAttention 3 is counted as 2.
 PyTorch 2.13, `torch/_higher_order_ops/flex_attention.py`: saves its inputs, the output and fp32 sums of the rows.
 """
 

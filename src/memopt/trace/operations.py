@@ -1,13 +1,17 @@
 """The FLOPs of the operations of a step and the bytes that they read and write, counted during the trace.
 
 A product that runs again in backward is counted twice. Each operand of an operation is read or written once.
-Fused kernels move less than the operations that they replace.
+Fused kernels move less than the operations that they replace. Of the temporary tensors inside PyTorch's operators on a
+CUDA device, which a trace of operators does not see, those that grow with the activations are counted; their sizes are
+taken from the file that each rule names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Size, Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -19,6 +23,10 @@ _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})
 #: Allocations that do not read their operand. `empty_like` is left out: on fake tensors it stands for one of memopt's
 #: kernels, which reads the operand and is not launched.
 _ALLOCATIONS = frozenset({"new_empty"})
+#: The shape and dtype of a temporary.
+Temporary = tuple[tuple[int, ...], torch.dtype]
+#: Rows of a tile of the attention kernels: row counts are rounded up to a multiple.
+_FLASH_ROWS, _EFFICIENT_ROWS = 128, 64
 
 
 class Operation(NamedTuple):
@@ -97,3 +105,48 @@ def _device(tensor: Tensor) -> str:
 def _nbytes(tensor: Tensor) -> int:
     """Bytes of the elements of `tensor`; for an expanded tensor, bytes of its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def temporaries(func: Any, args: Any) -> Iterator[Temporary]:
+    """The tensors that the operator `func` allocates beside its outputs and frees at the end of its call."""
+    rule = _RULES.get(func.overloadpacket)
+    return iter(()) if rule is None else rule(*args)
+
+
+def _softmax_backward(gradient: Any, output: Any, *others: Any) -> Iterator[Temporary]:
+    """``native/cuda/SoftMax.cu``: gradient * output; the fused masked softmax allocates none."""
+    yield tuple(output.shape), torch.promote_types(gradient.dtype, output.dtype)
+
+
+def _flash_backward(gradient: Any, query: Any, key: Any, value: Any, output: Any, *others: Any) -> Iterator[Temporary]:
+    """``transformers/cuda/flash_attn/flash_api.cpp``, `mha_bwd`: row sums and dQ in fp32, dK and dV per query head.
+    ``transformers/cuda/attention_backward.cu`` copies dO and O where their heads do not lie beside each other."""
+    batch, heads, rows, width = query.shape
+    for each in (gradient, output):
+        if not each.transpose(1, 2).is_contiguous():
+            yield tuple(each.shape), each.dtype
+    rounded = _up(rows, _FLASH_ROWS)
+    yield (batch, heads, rounded), torch.float32
+    yield (batch, rounded, heads, _up(width, 32 if width <= 128 else 64)), torch.float32
+    if key.shape[1] != heads:
+        yield from [((batch, key.shape[2], heads, width), query.dtype)] * 2
+
+
+def _efficient_backward(gradient: Any, query: Any, *others: Any) -> Iterator[Temporary]:
+    """``transformers/cuda/attention_backward.cu`` and ``mem_eff_attention/kernel_backward.h``: row sums, dQ in fp32."""
+    batch, heads, rows, width = query.shape
+    yield (batch, heads, rows), torch.float32
+    yield (batch, heads, _up(rows, _EFFICIENT_ROWS), _up(width, _EFFICIENT_ROWS)), torch.float32
+    if query.dtype == torch.float32:
+        yield tuple(query.shape), torch.float32  # the product of dO and O; for 16 bits the kernel computes it
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+_RULES: dict[Any, Callable[..., Iterator[Temporary]]] = {
+    torch.ops.aten._softmax_backward_data: _softmax_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+}

@@ -27,10 +27,9 @@ from memopt.torch_compat import (
     tree_leaves,
     weak_storage,
 )
-from memopt.trace.operations import Operation, operation
+from memopt.trace.operations import Operation, operation, temporaries
 from memopt.trace.repeated import repeat
 from memopt.trace.storages import Birth, Lifetime, StorageTracker, storages
-from memopt.trace.workspaces import temporaries
 
 #: Purposes of the storages that live at the peak, in the order in which tables list them.
 Kind = Literal["saved", "logits", "recomputed", "gradients", "temporaries"]
@@ -56,7 +55,7 @@ class Timeline(StorageTracker):
 
     Args:
         model: the model whose step is traced.
-        cuda: also count the temporary tensors inside operators on a CUDA device (`memopt.trace.workspaces`).
+        cuda: also count `temporaries` inside operators on a CUDA device (`memopt.trace.operations`).
     """
 
     def __init__(self, model: nn.Module, *, cuda: bool = False) -> None:
