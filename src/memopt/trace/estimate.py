@@ -27,10 +27,9 @@ from memopt.plan.recipe import Recipe
 from memopt.torch_compat import FakeTensor
 from memopt.trace.adapters import add_adapters
 from memopt.trace.arguments import DTYPES, Example, example_of, group_experts, step_arguments
-from memopt.trace.attention import attention_traced
 from memopt.trace.emulate import CudaChoices, unpadded_masks
 from memopt.trace.fake import FakeReads, Fakes, FiniteValues, make_fake
-from memopt.trace.kernels import STAND_INS, notes_of
+from memopt.trace.kernels import STAND_INS, attention_traced, notes_of
 from memopt.trace.quantised import Quantisation, quantisation_of, quantise
 from memopt.trace.training import Step
 from memopt.walk.calls.batch import PASS_INPUTS

@@ -1,6 +1,6 @@
 """The implementations of attention to which transformers switches a model: what each needs, and the switch.
 
-A trace needs no package: what the implementation allocates is known (`memopt.trace.attention`).
+A trace needs no package: what the implementation allocates is known (`memopt.trace.kernels`).
 """
 
 from __future__ import annotations
