@@ -145,16 +145,8 @@ def _sized(text: str, size: re.Match[str]) -> Card:
     if not memory:
         raise UsageError(f"A card of '{text}' has no memory.", "Give its size, e.g. 24GiB.")
     like = find_card(_RATES_OF_A_SIZE)
-    return Card(
-        f"{size[1]} {unit}",
-        memory,
-        like.flops,
-        like.flops_fp32,
-        like.bandwidth,
-        like.link,
-        f"a size was given; rates of an {like.name}",
-        is_named=False,
-    )
+    source = f"a size was given; rates of an {like.name}"
+    return replace(like, name=f"{size[1]} {unit}", memory=memory, source=source, is_named=False)
 
 
 def _is_size(rest: str, card: Card) -> bool:
