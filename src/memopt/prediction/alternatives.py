@@ -9,11 +9,10 @@ from functools import cache, partial
 from memopt.environment.forks import each
 from memopt.errors import ModelError, UsageError
 from memopt.plan.recipe import Recipe, load_recipe
-from memopt.prediction.avoidable import MATTERS, attention_remedy, is_mask
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
 from memopt.prediction.largest import MOST_ROWS, Scaled, Sketch, largest
-from memopt.prediction.peak import Prediction, combine
+from memopt.prediction.peak import MATTERS, Prediction, attention_remedy, combine, is_mask
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.estimate import has_table_of_positions, max_positions
 from memopt.trace.events import Trace

@@ -1,22 +1,31 @@
-"""The peak of a whole training step, from a trace, an optimizer, sharding and the allocator."""
+"""The peak of a whole training step, from a trace, an optimizer, sharding and the allocator.
+
+Also the tensors at the peak that another setting avoids: masks of dropouts, and tokens x tokens of eager attention.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from memopt.prediction.allocator import reserved
+from memopt.prediction.headline import gib
 from memopt.prediction.optimizers import Form, follow
 from memopt.prediction.setup import OPTIMIZERS, Setup
 from memopt.prediction.sharding import block_of, shard
 from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_of
 from memopt.trace.trace import trace
 from memopt.trace.training import Step, Training
+from memopt.walk.models.attention import FLASH, FUSED
+from memopt.walk.models.config import model_class
 
 #: The margin of a prediction on a CUDA device, as a share of the reserved bytes.
 MARGIN = 0.03
+#: Share of the peak above which a kind of tensors gets a remedy of its own.
+MATTERS = 0.02
 
 
 @dataclass(frozen=True)
@@ -151,3 +160,24 @@ def _assumptions(traced: Trace, setup: Setup) -> list[str]:
             + ("expandable segments." if setup.expandable_segments else "the allocator's default segments.")
         )
     return found
+
+
+def is_mask(storage: Storage) -> bool:
+    """Whether `storage` is the mask of a dropout."""
+    return storage.operation in ("native_dropout", "bernoulli_", "bernoulli") and storage.dtype in ("bool", "uint8")
+
+
+def attention_remedy(found: Prediction, step: Step) -> Iterator[str]:
+    """Advice on another attention implementation, if tensors of tokens x tokens exceed a share of the peak."""
+    seq = step.training.seq
+    if any(seq in each.shape for each in found.resident):
+        return  # a width of the model: tensors of tokens x width have the same shape
+    square = sum(each.nbytes for each in found.peak.alive if seq and each.shape[-2:] == (seq, seq))
+    if square <= MATTERS * found.peak.nbytes:
+        return
+    supported = model_class(step.config)
+    ways = [name for name, flag in FUSED.items() if name not in FLASH[1:] and getattr(supported, flag, False)]
+    which = " or ".join(f"'{name}'" for name in ways)
+    with_it = f"attn_implementation={which} makes none (--attention counts it)"
+    advice = with_it if ways else "this model has no attention without them"
+    yield f"{gib(square)} at the peak are tensors of tokens x tokens of eager attention: {advice}"
