@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -200,19 +201,19 @@ def _fused(forms: Sequence[Form]) -> OptimizerTrace:
     """torch/optim/adam.py: the step counters are on the device too."""
     states = []
     for shape, dtype in forms:
-        states += [_state(_numel(shape) * dtype.itemsize, _named(dtype), shape) for _ in range(2)]
+        states += [_state(prod(shape) * dtype.itemsize, _named(dtype), shape) for _ in range(2)]
         states.append(_state(4, "float32", ()))
     return OptimizerTrace(tuple(states), ())
 
 
 def _offloaded(forms: Sequence[Form]) -> OptimizerTrace:
-    return _fused([form for form in forms if _numel(form[0]) < _LEAST_OFFLOADED])
+    return _fused([form for form in forms if prod(form[0]) < _LEAST_OFFLOADED])
 
 
 def _bitsandbytes(forms: Sequence[Form], *, bits: int, paged: bool) -> OptimizerTrace:
     states = []
     for shape, _ in forms:
-        count = _numel(shape)
+        count = prod(shape)
         is_small = count < _LEAST_8BIT or bits == 32
         for _ in range(2):
             if not (paged and count >= _LEAST_PAGED):
@@ -233,7 +234,7 @@ def _torchao(forms: Sequence[Form], *, bits: int) -> OptimizerTrace:
     states: list[Storage] = []
     events: list[Event] = []
     for shape, dtype in forms:
-        count = _numel(shape)
+        count = prod(shape)
         if count < _LEAST_8BIT or count % _BLOCK:
             states += [_state(count * dtype.itemsize, _named(dtype), shape) for _ in range(2)]
             continue
@@ -255,7 +256,7 @@ def _flash(forms: Sequence[Form]) -> OptimizerTrace:
     """flashoptim/optimizers.py: codes of both states, and 8 bits more for each 16-bit weight (24-bit weights)."""
     states = []
     for shape, dtype in forms:
-        count = _numel(shape)
+        count = prod(shape)
         groups = -(-count // _GROUP)
         for kind in ("int8", "uint8"):
             states += [_state(count, kind, shape), _state(2 * groups, "float16", (groups,))]
@@ -276,10 +277,6 @@ _FORMULAS: dict[str, Callable[[Sequence[Form]], OptimizerTrace]] = {
 }
 #: Optimizers whose steps can be run to measure them.
 RUN = ("adamw-fused", "adamw-foreach", "sgd", "adafactor")
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _state(nbytes: int, dtype: str, shape: tuple[int, ...]) -> Storage:

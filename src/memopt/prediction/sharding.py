@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
 from memopt.prediction.optimizers import Form
 from memopt.prediction.setup import Setup
-from memopt.trace.events import Event, Parameter, Storage, Trace
+from memopt.trace.events import Event, Storage, Trace
 
 #: Elements in DeepSpeed's ``reduce_bucket_size``, ``stage3_prefetch_bucket_size``,
 #: ``stage3_param_persistence_threshold`` and ``stage3_max_live_parameters``.
@@ -141,17 +142,17 @@ def _fsdp(traced: Trace, devices: int) -> Share:
 
 def _zero(traced: Trace, devices: int, stage: int) -> Share:
     trained = [each for each in traced.parameters if each.trained]
-    elements = sum(_numel(each) for each in trained)
+    elements = sum(prod(each.shape) for each in trained)
     width = max((each.dtype.itemsize for each in trained), default=2)
     part = -(-elements // devices)
     resident = [each for each in traced.resident() if stage < 3 or each.part != "weights"]
     buffers = [_REDUCED * width]  # full size, even if there are fewer gradients
     if stage == 3:
-        large = [each for each in traced.parameters if not each.is_buffer and _numel(each) >= _PERSISTENT]
+        large = [each for each in traced.parameters if not each.is_buffer and prod(each.shape) >= _PERSISTENT]
         divided = sum(each.nbytes for each in large)
         small = sum(each.nbytes for each in traced.parameters) - divided
         resident.append(Storage(small + -(-divided // devices), "weights"))
-        buffers.append(round(divided * min(1, (_LIVE + _PREFETCHED) / max(1, sum(map(_numel, large))))))
+        buffers.append(round(divided * min(1, (_LIVE + _PREFETCHED) / max(1, sum(prod(each.shape) for each in large)))))
     # An fp32 copy of the device's part of the weights, even if the weights are fp32.
     resident.append(Storage(4 * part, "optimizer states", "", "fp32 weights", "float32", (part,)))
     resident += [_buffer(nbytes, "buckets") for nbytes in buffers]
@@ -182,10 +183,6 @@ def block_of(traced: Trace, name: str) -> str:
 
 def _rows_over(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
     return (-(-shape[0] // devices), *shape[1:]) if shape else shape
-
-
-def _numel(parameter: Parameter) -> int:
-    return torch.Size(parameter.shape).numel()
 
 
 def _buffer(nbytes: int, operation: str) -> Storage:
