@@ -18,7 +18,7 @@ from memopt.patches.registry import having
 from memopt.trace.account import live_bytes
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, stored_dtype
-from memopt.verification.step import training_loss, training_step
+from memopt.verification.trial import training_loss, training_step
 from memopt.walk.aten.precision import precise
 from tests.mutation.site import Site
 

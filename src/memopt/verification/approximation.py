@@ -22,8 +22,7 @@ from memopt.patches.checks import Check, limited
 from memopt.patches.registry import having
 from memopt.plan.recipe import Recipe
 from memopt.verification.models import load_run_free
-from memopt.verification.step import Gradients
-from memopt.verification.trial import DTYPE, CheckpointTrial
+from memopt.verification.trial import DTYPE, CheckpointTrial, Gradients
 
 #: Limit for the relative difference of two losses that are the same sum in another order.
 _LOSS_ROUNDING = 1e-5

@@ -32,9 +32,8 @@ from memopt.verification.ratios import (
     rms,
     typical_errors,
 )
-from memopt.verification.step import Gradients, Step, training_step
 from memopt.verification.stochastic import RandomRounding
-from memopt.verification.trial import CheckpointTrial
+from memopt.verification.trial import CheckpointTrial, Gradients, Step, training_step
 from memopt.walk.aten.precision import precise
 
 #: Reference dtype -> share of the model's largest gradient below which a gradient is zero in theory.

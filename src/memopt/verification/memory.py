@@ -32,8 +32,7 @@ from memopt.trace.trace import trace_account
 from memopt.trace.training import Step, Training
 from memopt.verification.inputs import Probes
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, stored_dtype
-from memopt.verification.step import training_loss
-from memopt.verification.trial import CheckpointTrial
+from memopt.verification.trial import CheckpointTrial, training_loss
 from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites

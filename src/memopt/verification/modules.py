@@ -25,7 +25,7 @@ from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.torch_compat import tree_leaves
 from memopt.verification.inputs import Probes
 from memopt.verification.ratios import rms
-from memopt.verification.step import Step, training_step
+from memopt.verification.trial import Step, training_step
 from memopt.walk.aten.precision import precise
 
 #: Largest relative difference. Correct modules reach 1e-12 in fp64 if outliers amplify rounding, and 1e-4 in fp32.

@@ -29,8 +29,7 @@ from memopt.verification.models import cast_inputs
 from memopt.verification.modules import Worst, culprit
 from memopt.verification.pairs import Pair, with_pair
 from memopt.verification.situations import without_dropout
-from memopt.verification.step import training_loss
-from memopt.verification.trial import CheckpointTrial
+from memopt.verification.trial import CheckpointTrial, training_loss
 from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
 

@@ -39,9 +39,8 @@ from memopt.verification.inputs import Probes
 from memopt.verification.models import cast_inputs, choose_reference, experts_one_by_one, quiet
 from memopt.verification.modules import LIMITS, Worst, check_alone, check_modules, compare_steps
 from memopt.verification.ratios import STOCK_RUNS
-from memopt.verification.step import Step, loss_of
 from memopt.verification.stochastic import RandomRounding
-from memopt.verification.trial import CheckpointTrial
+from memopt.verification.trial import CheckpointTrial, Step, loss_of
 from memopt.walk.aten.precision import precise
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config, model_class

@@ -30,9 +30,8 @@ from memopt.verification.modules import LIMITS, Worst, compare_steps, culprit
 from memopt.verification.pairs import Pair, with_pair
 from memopt.verification.ratios import STOCK_RUNS, rms
 from memopt.verification.situations import SITUATIONS, Precision, Situation, as_in, batches
-from memopt.verification.step import Step, loss_of
 from memopt.verification.stochastic import RandomRounding
-from memopt.verification.trial import CheckpointTrial
+from memopt.verification.trial import CheckpointTrial, Step, loss_of
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.config import one_line

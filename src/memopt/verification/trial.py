@@ -1,13 +1,17 @@
-"""The checkpoint on which patches measure (`memopt.patches.capabilities.Trial`), and their sections of a report."""
+"""The checkpoint on which patches measure (`memopt.patches.capabilities.Trial`), and their sections of a report.
+
+Also the training step on a probe batch that every model of a verification runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memopt.api import plan_for
 from memopt.environment.files import user_path
@@ -18,12 +22,12 @@ from memopt.plan.recipe import Recipe
 from memopt.trace.subject import chosen_recipe
 from memopt.trace.training import Request
 from memopt.verification.inputs import Probes, probe_inputs
-from memopt.verification.models import load_patched, load_stock
-from memopt.verification.step import Gradients, training_step
+from memopt.verification.models import cast_inputs, floating_outputs, load_patched, load_stock
 from memopt.walk.calls.batch import Batch, given_batch
 
 #: All models run in fp32, whose rounding (1e-6 of a gradient) is far below the error of any approximation.
 DTYPE = torch.float32
+Gradients = dict[str, Tensor]
 
 
 @dataclass
@@ -83,3 +87,48 @@ def report_sections(request: Request, note: Callable[[str], None] | None = None)
     trains_all, tell = request.train == "full", note or (lambda text: None)
     sections = (patch.report(trial, trains_all=trains_all, note=tell) for patch in having(Reports))
     return tuple(section for section in sections if section is not None)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The results of one forward and backward."""
+
+    loss: float
+    outputs: dict[str, Tensor]
+    """Field -> floating-point tensor, the loss not included."""
+    gradients: Gradients
+    """Parameter -> gradient, for the parameters that have one."""
+    read: frozenset[str]
+    """Names of the outputs that are part of the autograd graph."""
+
+
+def training_step(model: nn.Module, probes: Probes, dtype: torch.dtype) -> Step:
+    """Forward and backward on the first probe; `model` is in eval mode, so no dropout runs."""
+    model.zero_grad()
+    output = model(**cast_inputs({**probes.batches[0], **probes.targets[0]}, dtype))
+    loss = loss_of(output)
+    loss.backward()
+    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    outputs = floating_outputs(output)
+    read = frozenset(name for name, tensor in outputs.items() if tensor.requires_grad)
+    return Step(float(loss.detach()), {name: each.detach() for name, each in outputs.items()}, gradients, read)
+
+
+def training_loss(model: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
+    """The loss of one forward."""
+    return loss_of(model(**inputs))
+
+
+def loss_of(output: Any) -> Tensor:
+    """The model's own loss if it has one; else a fixed random projection of its floating-point outputs."""
+    loss: Tensor | None = output.get("loss") if isinstance(output, dict) else None
+    if loss is not None:
+        return loss
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for tensor in floating_outputs(output).values():
+        if tensor.requires_grad:
+            weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
+            wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+            parts.append((wide * weights.to(wide.dtype)).mean())
+    return torch.stack(parts).sum()
