@@ -18,7 +18,7 @@ from memopt.checkpoint.target import check_space, check_target, default_folder
 from memopt.checkpoint.unfold import Unfolded
 from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
-from memopt.emit.engines import RECIPE_FILE, check_kinds, files_of, patched_step
+from memopt.emit import RECIPE_FILE, check_kinds, files_of, patched_step
 from memopt.environment.files import patched_folder_at
 from memopt.environment.generators import generators_kept
 from memopt.errors import MemoptError, NegativeVerdict, UsageError, printable

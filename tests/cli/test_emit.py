@@ -15,7 +15,7 @@ import yaml
 
 import memopt as memopt_api
 from memopt.cli.main import main
-from memopt.emit.engines import check_kinds
+from memopt.emit import check_kinds
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import training
 from memopt.prediction.planner.choice import Choice, Plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memopt.emit.engines import KINDS, Planned, files_of, planned_step
+from memopt.emit import KINDS, Planned, files_of, planned_step
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner.choice import Choice, Plan
 from memopt.prediction.setup import Setup

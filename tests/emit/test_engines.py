@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from transformers import HfArgumentParser, TrainingArguments
 
-from memopt.emit.engines import KINDS, files_of
+from memopt.emit import KINDS, files_of
 from memopt.errors import UsageError
 from memopt.plan.recipe import load_recipe
 from tests.emit.plans import SHIPPED, planned, shipped_text, text_of

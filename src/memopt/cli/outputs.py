@@ -74,7 +74,7 @@ class Outputs:
         """
         is_plan = self.budget is not None and not self.frontier
         if self.emit:
-            from memopt.emit.engines import check_kinds
+            from memopt.emit import check_kinds
 
             check_kinds(self.emit)
             if self.out is None or not is_plan:
@@ -158,7 +158,7 @@ def show_plan(request: Request, setup: Setup, asked: Outputs, *, card: str | Non
     """Run the planner, print its result, and write the files."""
     file: Path | None
     if asked.emit and asked.out is not None:
-        from memopt.emit.engines import files_named
+        from memopt.emit import files_named
         from memopt.environment.files import check_output_folder
 
         _check_expressible(request, setup, asked.emit)
@@ -188,7 +188,7 @@ def show_plan(request: Request, setup: Setup, asked: Outputs, *, card: str | Non
 
 def _check_expressible(request: Request, setup: Setup, emit: Sequence[str]) -> None:
     """Refuse, before minutes of tracing, a request that a file of `emit` cannot express with any plan."""
-    from memopt.emit.engines import files_of, planned_step
+    from memopt.emit import files_of, planned_step
     from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
     from memopt.prediction.planner.choice import Choice, Plan
 
@@ -209,7 +209,7 @@ def _write_plan(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> l
         planned = planned.model_copy(update={"description": words})
     recipe, files = out, {out.name: dump_recipe(planned).encode()}
     if emit:
-        from memopt.emit.engines import RECIPE_FILE, files_of, planned_step
+        from memopt.emit import RECIPE_FILE, files_of, planned_step
 
         recipe = out / RECIPE_FILE
         files, notes = files_of(planned_step(model, str(recipe), chosen), emit)

@@ -87,7 +87,7 @@ def patch(
         )
     # Errors that show without torch, which takes seconds to import.
     from memopt.checkpoint.target import check_target, default_folder
-    from memopt.emit.engines import check_kinds
+    from memopt.emit import check_kinds
     from memopt.plan.recipe import load_recipe
 
     check_kinds(emit or ())

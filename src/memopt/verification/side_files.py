@@ -21,7 +21,7 @@ from memopt.checkpoint.names import SHOWN, Names, compare_names
 from memopt.checkpoint.patched import PatchedFolder, config_key, digest_of_affines
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
-from memopt.emit.engines import file_names
+from memopt.emit import file_names
 from memopt.environment.files import once
 from memopt.errors import ModelError, first_of
 from memopt.patches.checks import Check, Level, Status

@@ -18,7 +18,7 @@ from memopt.checkpoint.fold import Fold, FoldPlan, Operation
 from memopt.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from memopt.checkpoint.sources.base import Shard
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source, sha256
-from memopt.emit.engines import file_names
+from memopt.emit import file_names
 from memopt.errors import ModelError, first_of
 from memopt.patches.checks import Check, Status
 from memopt.verification.recompute import Comparison, TensorComparison

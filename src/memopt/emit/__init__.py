@@ -1,1 +1,0 @@
-"""A plan as the configuration files of training engines. No engine is imported."""
