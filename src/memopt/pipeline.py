@@ -28,7 +28,7 @@ from memopt.prediction.alternatives import headline
 from memopt.prediction.setup import Optimizer, Setup, Sharding
 from memopt.reporting.build import compare_bytes, compare_training
 from memopt.reporting.compare import Comparison
-from memopt.reporting.headline import Fit
+from memopt.reporting.terminal import Fit
 from memopt.trace.training import ALL_LINEAR, AdapterDtype, Checkpointing, Precision, Request, Train
 from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words

@@ -13,7 +13,7 @@ from memopt.prediction.alternatives import headline
 from memopt.prediction.headline import Headline
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
-from memopt.reporting.headline import columns
+from memopt.reporting.terminal import columns
 from memopt.trace.estimate import has_table_of_positions
 from memopt.trace.training import Request, Step, Training
 from memopt.walk.models.build import build_meta

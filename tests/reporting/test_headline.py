@@ -11,7 +11,7 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction import measure
 from memopt.prediction.alternatives import headline
 from memopt.prediction.headline import Headline, Largest, Way
-from memopt.reporting.headline import Fit, headline_tables
+from memopt.reporting.terminal import Fit, headline_tables
 from memopt.reporting.text import as_text
 from memopt.trace.training import Request, Step, Training
 from tests.trace.builders import named_config, sites_of

@@ -199,7 +199,7 @@ def report(
         common.print_json(common.document("report", "pass", headline=head, **comparison.to_dict()))
         return common.EXIT_OK
     if first is not None:
-        from memopt.reporting.headline import headline_tables
+        from memopt.reporting.terminal import headline_tables
 
         common.print_rich(*headline_tables(first))
     if comparison is not None:

@@ -12,8 +12,8 @@ from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.planner.choice import Frontier
 from memopt.prediction.setup import Setup
 from memopt.reporting.compare import Comparison
-from memopt.reporting.headline import WORDS, columns
 from memopt.reporting.html.shapes import Chart, share, ticks
+from memopt.reporting.terminal import WORDS, columns
 from memopt.trace.events import PARTS, Part
 from memopt.trace.trace import trace
 
