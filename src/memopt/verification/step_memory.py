@@ -12,6 +12,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -148,11 +149,8 @@ def lived(model: nn.Module, batch: Batch) -> Lived:
 
 
 def _peak(timeline: Timeline, until: int) -> int:
-    most = now = 0
-    for moment, life in enumerate(timeline.events[:until]):
-        now += life.nbytes if life.born == moment else -life.nbytes
-        most = max(most, now)
-    return most
+    lives = enumerate(timeline.events[:until])
+    return max(accumulate((life.nbytes if life.born == at else -life.nbytes for at, life in lives), initial=0))
 
 
 def _transients(timeline: Timeline, until: int) -> dict[str, _Transient]:
