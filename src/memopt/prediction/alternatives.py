@@ -11,7 +11,7 @@ from memopt.errors import ModelError, UsageError
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
-from memopt.prediction.largest import MOST_ROWS, Scaled, Sketch, largest
+from memopt.prediction.largest import MOST_ROWS, Scaled, largest
 from memopt.prediction.peak import MATTERS, Prediction, attention_remedy, combine, is_mask
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.estimate import has_table_of_positions, max_positions
@@ -247,7 +247,7 @@ class _Answer:
             return known[number].needs
 
         @cache
-        def sketched(number: int) -> Sketch:
+        def sketched(number: int) -> Scaled:
             others = (each for size, each in known.items() if size != number)
             return Scaled(known[number], others, by_length=by_length)
 

@@ -6,7 +6,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,18 +26,9 @@ _OF_PARAMETERS = frozenset(
 )
 
 
-class Sketch(Protocol):
-    """Estimates the bytes that a step of `times` the size of a predicted step needs."""
-
-    def live(self, times: float) -> float:
-        """An estimate from live storages alone."""
-
-    def needs(self, times: float) -> float:
-        """An estimate that includes the allocator's unused bytes."""
-
-
 class Scaled:
-    """Scales a prediction to another number of rows; with `by_length`, to another number of tokens in a row.
+    """A sketch: estimates the bytes of a step of `times` the rows of a predicted step; with `by_length`, of `times` its
+    tokens in a row.
 
     Storages of parameters keep their size, and so do storages that have the same size in one of the `others`. The rest
     grows linearly, tensors of tokens x tokens quadratically. Without `others` the allocator is not simulated.
@@ -55,10 +46,12 @@ class Scaled:
         self._always = found.context / (1 + MARGIN) + sum(each.nbytes for each in found.resident)
 
     def live(self, times: float) -> float:
+        """An estimate from live storages alone."""
         constant, linear, square = self._curves
         return (1 + MARGIN) * (self._always + float((constant + times * (linear + times * square)).max()))
 
     def needs(self, times: float) -> float:
+        """An estimate that includes the allocator's unused bytes."""
         found = self._found
         if not self._is_followed:
             return self.live(times) - self.live(1) + found.needs
@@ -89,7 +82,7 @@ def _sizes(found: Prediction) -> dict[tuple[str, ...], int]:
 
 
 def largest(
-    need: Callable[[int], int], limit: int, *, start: int, most: int, sketched: Callable[[int], Sketch]
+    need: Callable[[int], int], limit: int, *, start: int, most: int, sketched: Callable[[int], Scaled]
 ) -> Largest:
     """The largest whole number up to `most` whose `need` is at most `limit`.
 
@@ -118,7 +111,7 @@ def largest(
     raise AssertionError
 
 
-def _told(numbers: range, limit: int, sketch: Sketch, known: int) -> int:
+def _told(numbers: range, limit: int, sketch: Scaled, known: int) -> int:
     """The last of `numbers` that fits by the sketch of `known`; if none fits, the number before the first."""
     alive = bisect_left(numbers, True, key=lambda each: sketch.live(each / known) > limit)
     return numbers[0] + bisect_left(numbers[:alive], True, key=lambda each: sketch.needs(each / known) > limit) - 1
