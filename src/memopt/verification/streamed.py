@@ -32,8 +32,9 @@ from memopt.patches.capabilities import Checks
 from memopt.patches.checks import Check, worst_of_each
 from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped, stock_forwards
+from memopt.recompute.pure import with_tensors, without_tensors
 from memopt.reporting.text import Terminal
-from memopt.torch_compat import no_dispatch, tree_leaves, tree_map
+from memopt.torch_compat import no_dispatch, tree_leaves
 from memopt.verification.gradient import check_parameters, compare_gradients, ratios
 from memopt.verification.inputs import Probes
 from memopt.verification.models import cast_inputs, choose_reference, experts_one_by_one, quiet
@@ -155,8 +156,8 @@ class _Sweep:
             tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
             shape: list[Any] = []
             anchor = torch.zeros((), requires_grad=True)
-            leaves = _Streamed.apply(self, name, call, shape, anchor, *tensors)  # type: ignore[no-untyped-call]
-            return _with_tensors(shape[0], leaves)
+            leaves = _Streamed.apply(self, name, without_tensors(call), shape, anchor, *tensors)  # type: ignore[no-untyped-call]
+            return with_tensors(shape[0], leaves)
         self.advance()
         with self.shelf.loaded(block, self._dtype), torch.no_grad():
             return type(block).forward(block, *args, **kwargs)
@@ -208,7 +209,7 @@ class _Sweep:
             for each in tensors
         ]
         with self.shelf.loaded(block, dtype), precise(dtype), torch.enable_grad():
-            here = _with_tensors(call, inputs)
+            here = with_tensors(call, inputs)
             swapped = [module for module in block.modules() if is_swapped(module)]
             with stock_forwards(swapped[patched:] if patched is not None else ()):
                 output = type(block).forward(block, *here["args"], **here["kwargs"])
@@ -231,28 +232,22 @@ class _Streamed(torch.autograd.Function):
     def forward(
         ctx: Any, sweep: _Sweep, name: str, call: Any, shape: list[Any], anchor: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the tensors of the block's output, and append the output itself to `shape`, for its structure."""
+        """Return the tensors of the block's output, and append the output without them to `shape`."""
         sweep.advance()
         block = sweep.model.get_submodule(name)
-        here = _with_tensors(call, [tensor.detach() for tensor in tensors])
+        here = with_tensors(call, [tensor.detach() for tensor in tensors])
         with sweep.shelf.loaded(block, _WIDE), stock_forwards(block.modules()), torch.no_grad():
             output = type(block).forward(block, *here["args"], **here["kwargs"])
         ctx.sweep, ctx.name, ctx.call = sweep, name, call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        shape.append(output)
+        shape.append(without_tensors(output))
         return tuple(leaf.clone() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         of_inputs = ctx.sweep.differentiated(ctx.name, ctx.call, ctx.saved_tensors, grads)
         return None, None, None, None, None, *of_inputs
-
-
-def _with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """`tree` with its tensors replaced, in order."""
-    left = iter(tensors)
-    return tree_map(lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 class Shelf:
