@@ -141,7 +141,7 @@ class Timeline(StorageTracker):
         self._parameters |= {storage_id(storage) for storage in storages(tensors)}
 
     def add(self, life: Lifetime, storage: torch.UntypedStorage | None = None) -> None:
-        """Count a storage as allocated now: a `storage` whose allocation was not recorded, or none."""
+        """Count a storage as allocated now; `storage` is None for one that is counted and not made."""
         life.born = len(self.events)
         self.events.append(life)
         if life.birth.module:
@@ -159,8 +159,7 @@ class Timeline(StorageTracker):
             self.events.append(life)
 
     def _record(self, storage: torch.UntypedStorage, birth: Birth, args: Any) -> None:
-        super()._record(storage, birth, args)
-        life = Lifetime(storage.nbytes(), birth, born=len(self.events), module=birth.module)
+        life = Lifetime(storage.nbytes(), birth, born=-1, module=birth.module)
         if birth.operation == "add" and isinstance(args[0], Tensor):
             life.before = next(iter(self.lives(args[0])), None)
         node = current_node()
@@ -168,11 +167,7 @@ class Timeline(StorageTracker):
             life.node = sequence_number(node)
             life.recomputed = bool(life.module) or _recomputes()
             life.module = life.module or self._module_of(life.node)
-        if birth.module:
-            self._numbers.append(next_sequence_number())
-            self._modules.append(birth.module)
-        self.events.append(life)
-        self._watch(storage, life)
+        self.add(life, storage)
 
     def _watch(self, storage: torch.UntypedStorage, life: Lifetime) -> None:
         def died(reference: weakref.ref[torch.UntypedStorage]) -> None:
