@@ -23,13 +23,13 @@ from memopt.errors import ModelError
 from memopt.prediction.optimizers import RUN, make_optimizer
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
-from memopt.torch_compat import run_backward, storage_id, tree_leaves, tree_map
+from memopt.torch_compat import run_backward, tree_map
 from memopt.trace.arguments import DTYPES, example_of, step_arguments
 from memopt.trace.estimate import build_trained, quiet
 from memopt.trace.events import peak_of
 from memopt.trace.fake import replace_tensors
 from memopt.trace.quantised import Quantisation, kept_modules, quantisation_of
-from memopt.trace.storages import storages
+from memopt.trace.storages import distinct_bytes
 from memopt.trace.timeline import losses_of, record
 from memopt.trace.trace import parameters_of, step_events
 from memopt.trace.training import Step
@@ -193,9 +193,8 @@ class RealStep:
     def resident(self) -> int:
         """Bytes of weights, buffers, batch, optimizer states and gradients."""
         gradients = [each.grad for each in self.model.parameters()]
-        tensors = tree_leaves([self.arguments, list(self.optimizer.state.values()), gradients])
-        states = {storage_id(each): each for each in storages(t for t in tensors if isinstance(t, Tensor))}
-        return sum(each.nbytes for each in parameters_of(self.model)) + sum(each.nbytes() for each in states.values())
+        others = distinct_bytes([self.arguments, list(self.optimizer.state.values()), gradients])
+        return sum(each.nbytes for each in parameters_of(self.model)) + others
 
     def live_peak(self) -> int:
         """The most bytes of live storages over one more step."""

@@ -22,6 +22,7 @@ from memopt.torch_compat import (
     no_torch_function,
     operator_schema,
     storage_id,
+    tree_leaves,
     weak_storage,
 )
 
@@ -83,6 +84,12 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
             tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta
         ):
             yield tensor.untyped_storage()
+
+
+def distinct_bytes(tree: Any) -> int:
+    """Bytes of the storages behind all tensors in `tree`, each storage once."""
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return sum({storage_id(storage): storage.nbytes() for storage in storages(leaves)}.values())
 
 
 class StorageTracker(TracingMode):

@@ -7,20 +7,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
-from memopt.torch_compat import storage_id, tree_leaves
+from memopt.torch_compat import storage_id
 from memopt.trace.account import Account, account
 from memopt.trace.calls import counted_calls
 from memopt.trace.estimate import Built, build_trained, quiet, traced
 from memopt.trace.events import Event, Moment, Parameter, Part, Storage, Trace, living
 from memopt.trace.quantised import quantisation_state
-from memopt.trace.storages import Lifetime, storages
+from memopt.trace.storages import Lifetime, distinct_bytes, storages
 from memopt.trace.timeline import Kind, Record, counted, record
 from memopt.trace.training import Step
 from memopt.walk.models.alike import Run, places, take_out
@@ -78,7 +77,7 @@ def trace(
     """
     built, runs = subject(of, groups, prepare) if on is None else copy.deepcopy(on)
     with traced(of, built) as model:
-        batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
+        batch = distinct_bytes(model.arguments)
         cuda = of.training.cuda_kernels
         calls = partial(counted_calls, of.sites.functions, cuda)
         found = record(model.trained, model.run, during_backward=model.choices(), within=calls, cuda=cuda)
@@ -216,11 +215,3 @@ def _summed_in_place(found: Record) -> dict[Lifetime, Lifetime]:
         if index < first.died <= index + 2:
             merged[life] = first
     return merged
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _distinct(tensors: Sequence[Tensor]) -> Iterator[torch.UntypedStorage]:
-    yield from {storage_id(storage): storage for storage in storages(tensors)}.values()
