@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,17 +23,9 @@ from memopt.saved.observer import CHECKPOINT, Save, SavedTensorObserver
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.trace.causes import EXPERTS, EXPERTS_NOTE, Causes
 from memopt.trace.events import Trace
-from memopt.trace.storages import StorageTracker, storages
+from memopt.trace.storages import Birth, StorageTracker, storages
 from memopt.trace.timeline import Activations
 from memopt.walk.sites import Sites
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A storage that autograd holds, with its saves in order."""
-
-    storage: torch.UntypedStorage
-    saves: tuple[Save, ...]
 
 
 class Blocks:
@@ -66,13 +58,13 @@ class Blocks:
             return running
         return self._called.get(save.modules_entered + 1, "")
 
-    def saved(self) -> list[Saved]:
-        """The storages that autograd still holds, in order of their first save."""
+    def saved(self) -> Iterable[tuple[torch.UntypedStorage, list[Save]]]:
+        """The storages that autograd still holds, each with its saves in order, in order of their first save."""
         held: dict[int, tuple[torch.UntypedStorage, list[Save]]] = {}
         for tensor, save in self.observer.saves():
             for storage in storages([tensor]):
                 held.setdefault(storage_id(storage), (storage, []))[1].append(save)
-        return [Saved(storage, tuple(saves)) for storage, saves in held.values()]
+        return held.values()
 
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
         if name in self._names:
@@ -203,11 +195,14 @@ def account(
         graph = _graph(run())
     gc.collect()
     causes = Causes(sites)
-    saved = [entry for entry in running.saved() if tracker.birth(storage_id(entry.storage)) is not None]
-    counted = tuple(_described(entry, tracker, running, causes) for entry in saved)
-    unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in counted)
-    seen = {storage_id(entry.storage) for entry in saved}
-    hidden = _sums((birth.module, each.nbytes()) for each, birth in tracker.alive() if storage_id(each) not in seen)
+    saved = {
+        storage_id(storage): _described(birth, storage.nbytes(), saves, tracker, running, causes)
+        for storage, saves in running.saved()
+        if (birth := tracker.birth(storage_id(storage))) is not None
+    }
+    counted = tuple(saved.values())
+    unseen = sum(each.nbytes() for each, _ in tracker.alive()) - sum(entry.nbytes for entry in counted)
+    hidden = _sums((birth.module, each.nbytes()) for each, birth in tracker.alive() if storage_id(each) not in saved)
     del graph
     if any(each.cause == EXPERTS for each in counted):
         notes = (*notes, EXPERTS_NOTE)
@@ -243,15 +238,15 @@ def _graph(result: Any) -> list[Any]:
     return [get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 
 
-def _described(saved: Saved, tracker: StorageTracker, running: Blocks, causes: Causes) -> SavedStorage:
-    birth = tracker.birth(storage_id(saved.storage))
-    assert birth is not None
-    savers = tuple(dict.fromkeys((save.module, save.operation) for save in saved.saves))
-    first = saved.saves[0]
+def _described(
+    birth: Birth, nbytes: int, saves: Sequence[Save], tracker: StorageTracker, running: Blocks, causes: Causes
+) -> SavedStorage:
+    savers = tuple(dict.fromkeys((save.module, save.operation) for save in saves))
+    first = saves[0]
     original = tracker.birth(first.instead_of)
     block, entered = running.of(first), running.entered_before(first)
     part: Part
-    if len({running.of(save) for save in saved.saves} - {""}) > 1:
+    if len({running.of(save) for save in saves} - {""}) > 1:
         part = "shared"
     elif block:
         part = "block"
@@ -260,7 +255,7 @@ def _described(saved: Saved, tracker: StorageTracker, running: Blocks, causes: C
     else:
         part = "head" if entered == running.entered else "between"
     return SavedStorage(
-        nbytes=saved.storage.nbytes(),
+        nbytes=nbytes,
         dtype=birth.dtype,
         shape=birth.shape,
         part=part,

@@ -118,10 +118,6 @@ class StorageTracker(TracingMode):
         entry = self._born.get(storage)
         return None if entry is None else entry[1]
 
-    def alive_bytes(self) -> int:
-        """Bytes of the recorded storages that something still refers to."""
-        return sum(storage.nbytes() for storage, _ in self.alive())
-
     def alive(self) -> Iterator[tuple[torch.UntypedStorage, Birth]]:
         """The recorded storages that something still refers to."""
         for reference, birth in self._born.values():
