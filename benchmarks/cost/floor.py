@@ -27,8 +27,9 @@ from memopt.torch_compat import (
     storage_id,
 )
 from memopt.trace.estimate import traced
-from memopt.trace.storages import storages, tensors
+from memopt.trace.storages import storages
 from memopt.trace.training import Step
+from memopt.walk.aten.rules import tensors_in
 from memopt.walk.models.plain import STANDS_FOR_KERNEL, exchanged, homes
 
 #: Products with a weight, whose results are not computed again.
@@ -70,7 +71,7 @@ class Floor:
 def floor_of(step: Step) -> Floor:
     """What an exact method keeps of the stock model of `step`; errors as `memopt.trace.estimate.traced`'s."""
     with traced(step.stock) as model:
-        recorder = Recorder(model.model, step.sites.blocks, list(tensors(model.arguments)))
+        recorder = Recorder(model.model, step.sites.blocks, list(tensors_in(model.arguments)))
         model.arguments.pop("labels", None)  # blocks alone
         with recorder.watching([*_functions(step), *_stand_ins(model.model)]):
             output = model.run()
@@ -179,7 +180,7 @@ class Recorder:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not kernel:
-                for tensor in tensors((args, kwargs)):
+                for tensor in tensors_in((args, kwargs)):
                     node = self._of(tensor)
                     if node is not None and tensor.is_floating_point():
                         node.needed += 1
@@ -196,7 +197,7 @@ class Recorder:
             self._module.append(name)
             if name not in self.blocks:
                 return
-            hidden = next((each for each in tensors((args, kwargs)) if each.is_floating_point()), None)
+            hidden = next((each for each in tensors_in((args, kwargs)) if each.is_floating_point()), None)
             if hidden is not None:
                 self.unit = self.unit or hidden.nbytes
                 _keep_sums(self._of(hidden), self.unit)
@@ -272,7 +273,8 @@ class _Dispatch(TorchDispatchMode):
             if is_operator(func):
                 schema = operator_schema(func)
                 name = schema.name.rpartition("::")[2]
-                self._recorder.record(name, schema.is_mutable, list(tensors((args, kwargs))), list(tensors(result)))
+                inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
+                self._recorder.record(name, schema.is_mutable, inputs, outputs)
         return result
 
 

@@ -27,7 +27,8 @@ from memopt.trace.emulate import CudaChoices
 from memopt.trace.fake import replace_tensors
 from memopt.trace.operations import operation
 from memopt.trace.quantised import Linear4bit
-from memopt.trace.storages import storages, tensors
+from memopt.trace.storages import storages
+from memopt.walk.aten.rules import tensors_in
 
 FLOPS, BANDWIDTH, LAUNCH = 750e12, 3.0e12, 4e-6
 #: Bytes of an H100's cache, and the rows that the loss's kernel reads at a time: two programs a multiprocessor.
@@ -114,9 +115,9 @@ class Counted(TorchDispatchMode):
         self.follow(result)
         found = operation(func, args, kwargs or {}, result, 0)
         name = operator_schema(func).name.rpartition("::")[2]
-        is_factory = found is None and not list(tensors((args, kwargs))) and bool(list(tensors(result)))
+        is_factory = found is None and not list(tensors_in((args, kwargs))) and bool(list(tensors_in(result)))
         if name not in _FREE and (found is not None or is_factory):
-            nbytes = sum(each.nbytes for each in tensors(result)) if found is None else found.nbytes
+            nbytes = sum(each.nbytes for each in tensors_in(result)) if found is None else found.nbytes
             self.add(nbytes, 0 if found is None else found.flops)
         return result
 
@@ -137,7 +138,7 @@ class Counted(TorchDispatchMode):
         self.add(nbytes)
 
     def follow(self, result: Any) -> None:
-        for storage in storages(tensors(result)):
+        for storage in storages(tensors_in(result)):
             key = storage_id(storage)
             if key not in self._seen:
                 self._seen.add(key)

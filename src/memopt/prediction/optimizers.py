@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt.prediction.setup import Setup
 from memopt.torch_compat import TracingMode, operator_schema, storage_id, tree_leaves
 from memopt.trace.events import Event, Storage
-from memopt.trace.storages import tensors
+from memopt.walk.aten.rules import tensors_in
 
 #: bitsandbytes/optim/optimizer.py: elements in a block of a state, the least elements of a tensor whose states have 8
 #: bits, the entries of each of its two maps from codes to values, the least elements of a tensor with paged states.
@@ -135,12 +135,12 @@ class _Allocations(TracingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given: set[int] | None = None
-        for output in tensors(result):
+        for output in tensors_in(result):
             storage = output.untyped_storage()
             address = storage_id(storage)
             if address in self.living:
                 continue
-            given = given or {storage_id(each.untyped_storage()) for each in tensors((args, kwargs))}
+            given = given or {storage_id(each.untyped_storage()) for each in tensors_in((args, kwargs))}
             if address not in given:
                 self._record(storage, address, _transient(output, operator_schema(func).name.removeprefix("aten::")))
         return result

@@ -16,7 +16,8 @@ from torch import Size, Tensor
 from torch.utils.flop_counter import flop_registry
 
 from memopt.torch_compat import FakeTensor, is_operator, operator_schema, storage_id
-from memopt.trace.storages import storages, tensors
+from memopt.trace.storages import storages
+from memopt.walk.aten.rules import tensors_in
 
 #: Operations that read only as many bytes of their operands as they write.
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})
@@ -50,8 +51,8 @@ class Operation(NamedTuple):
 
 def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Operation | None:
     """The cost of one call of an operator; None for a view, and for an operator without tensors as operands."""
-    outputs = list(tensors(result))
-    inputs = list(tensors((args, kwargs))) if outputs and is_operator(func) else []
+    outputs = list(tensors_in(result))
+    inputs = list(tensors_in((args, kwargs))) if outputs and is_operator(func) else []
     if not inputs:
         return None
     schema = operator_schema(func)
@@ -59,7 +60,7 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Op
         return None
     name = schema.name.rpartition("::")[2]
     written = sum(map(_nbytes, outputs))
-    read = written if name in _GATHERS else sum(map(_nbytes, inputs)) - sum(map(_nbytes, tensors(kwargs.get("out"))))
+    read = written if name in _GATHERS else sum(map(_nbytes, inputs)) - sum(map(_nbytes, tensors_in(kwargs.get("out"))))
     read = 0 if name in _ALLOCATIONS else read
     devices = {_device(tensor) for tensor in (*inputs, *outputs) if tensor.dim()}
     copied = _nbytes(outputs[0]) if len(devices) > 1 else 0

@@ -25,6 +25,7 @@ from memopt.torch_compat import (
     tree_leaves,
     weak_storage,
 )
+from memopt.walk.aten.rules import tensors_in
 
 #: Operations whose output holds the values of their input: a cast, or a copy in another layout.
 _COPIES = frozenset({"_to_copy", "clone"})
@@ -137,13 +138,13 @@ class StorageTracker(TracingMode):
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs: list[torch.UntypedStorage] = []
         aliases: set[int] | None = None
-        for output in tensors(result):
+        for output in tensors_in(result):
             for storage in storages([output]):
                 address = storage_id(storage)
                 if address in self._born or address in self._parameters:
                     continue
                 if aliases is None:
-                    inputs = list(storages(tensors((args, kwargs))))
+                    inputs = list(storages(tensors_in((args, kwargs))))
                     aliases = {storage_id(each) for each in inputs}
                 if address in aliases:
                     continue
@@ -167,17 +168,6 @@ class StorageTracker(TracingMode):
 
     def _record(self, storage: torch.UntypedStorage, birth: Birth, args: Any) -> None:
         self._born[storage_id(storage)] = (weak_storage(storage), birth)
-
-
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments or the result of an operator, also inside lists, tuples and dicts."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for each in tree:
-            yield from tensors(each)
-    elif isinstance(tree, dict):
-        yield from tensors(tuple(tree.values()))
 
 
 def _name(func: Any) -> str:
