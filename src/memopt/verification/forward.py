@@ -25,19 +25,16 @@ from memopt.patches.record import record_of
 from memopt.verification.inputs import Probes
 from memopt.verification.models import (
     Pair,
-    Reference,
     cast_inputs,
     floating_outputs,
     load_patched,
     load_run_free,
     load_stock,
-    reference_for,
-    stored_dtype,
 )
 from memopt.verification.ratios import chance_ratio
 from memopt.verification.side_files import allowed_changes
 from memopt.verification.stochastic import JUMP_SCALE, JumpingRows, RandomRounding, rounded_at_random
-from memopt.verification.trial import CheckpointTrial
+from memopt.verification.trial import CheckpointTrial, StoredRun
 from memopt.walk.aten.precision import precise
 
 PASS_RATIO = 1.25
@@ -79,22 +76,13 @@ class _Errors:
         return FLOOR_ROUNDOFFS * unit_roundoff * math.sqrt(self.square_truth / max(self.n, 1))
 
 
-@dataclass(frozen=True)
-class _Original:
-    """The run of the original weights, and the probes and dtypes of all runs."""
-
-    outputs: list[dict[str, Tensor]]
-    dtype: torch.dtype
-    reference: Reference
-    probes: Probes
-
-
 def verify_forward(trial: CheckpointTrial, pair: Pair) -> list[Check]:
     """One check for each floating-point output, and for logits their KL divergence and top token."""
     trust = trial.trust_remote_code
     load_original = functools.partial(load_stock, pair.original, revision=pair.revision, trust_remote_code=trust)
     try:
-        original = load_run_free(functools.partial(_loaded, load_original), functools.partial(_run_original, trial))
+        run_original = functools.partial(trial.stored_run, _run, 2)
+        original = load_run_free(functools.partial(_loaded, load_original), run_original)
     except _NotLoaded as error:
         return [_skipped(f"the original cannot be loaded: {error}")]
     if original is None:
@@ -130,23 +118,23 @@ def verify_forward(trial: CheckpointTrial, pair: Pair) -> list[Check]:
         probe_source=probes.source,
         changed=changed,
     )
-    checks = list(compared([original.outputs]))
+    checks = list(compared([original.result]))
     if all(check.status == "pass" for check in checks):
         return checks
     folded = frozenset().union(*(record.fold.touched for record in manifest.folds))
     usual = {
-        field: _errors(original.outputs, truth, field).rms
+        field: _errors(original.result, truth, field).rms
         for field, value in truth[0].items()
-        if value.dim() >= 2 and all(field in batch for batch in original.outputs)
+        if value.dim() >= 2 and all(field in batch for batch in original.result)
     }
     jumps = JumpingRows(truth, usual, outputs.values())
     again = load_run_free(load_original, functools.partial(_rounded_at_random, original, folded, jumps))
-    return list(compared([original.outputs, *again], jumps=jumps.rows()))
+    return list(compared([original.result, *again], jumps=jumps.rows()))
 
 
 @torch.no_grad()
 def _rounded_at_random(
-    original: _Original, folded: Collection[str], jumps: JumpingRows, model: nn.Module
+    original: StoredRun[list[dict[str, Tensor]]], folded: Collection[str], jumps: JumpingRows, model: nn.Module
 ) -> list[list[dict[str, Tensor]]]:
     """Runs of the original in which the weights that folds change are rounded at random, as a fold rounds them again.
     Further runs round every result too, more coarsely; rows that jump in these depend on one rounding (`jumps`).
@@ -179,15 +167,6 @@ def _loaded(load: Callable[[], nn.Module]) -> nn.Module:
         return load()
     except ModelError as error:
         raise _NotLoaded(str(error)) from error
-
-
-def _run_original(trial: CheckpointTrial, model: nn.Module) -> _Original | None:
-    """The original's outputs; None if no more precise run fits into memory."""
-    dtype, reference = stored_dtype(model), reference_for(model, copies=2)
-    if reference is None:
-        return None
-    probes = trial.probes(model)
-    return _Original(_run(model, probes, dtype), dtype, reference, probes)
 
 
 def _run(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,6 @@ from memopt.patches.capabilities import EngineSettings
 from memopt.patches.checks import Check, limited, ratio_status, skipped
 from memopt.patches.registry import having
 from memopt.verification.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
-from memopt.verification.inputs import Probes
 from memopt.verification.models import Reference, load_run_free, reference_for, stored_dtype
 from memopt.verification.modules import Traces, traced, verify_modules
 from memopt.verification.ratios import (
@@ -33,35 +31,17 @@ from memopt.verification.ratios import (
     typical_errors,
 )
 from memopt.verification.stochastic import RandomRounding
-from memopt.verification.trial import CheckpointTrial, Gradients, Step, training_step
+from memopt.verification.trial import CheckpointTrial, Gradients, Step, StoredRun, training_step
 from memopt.walk.aten.precision import precise
 
 #: Reference dtype -> share of the model's largest gradient below which a gradient is zero in theory.
 _ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-@dataclass(frozen=True)
-class _Stock:
-    """The run of stock modules, and the probes and dtypes of all runs."""
-
-    step: Step
-    dtype: torch.dtype
-    reference: Reference
-    probes: Probes
-
-
 def verify_gradient(trial: CheckpointTrial) -> list[Check]:
     """Compare the gradients of both models, with sampling and approximation switched off."""
     load_exact = functools.partial(trial.patched, *trial.exact, dtype=None)
-
-    def run_stock(model: nn.Module) -> _Stock | None:
-        dtype, reference = stored_dtype(model), reference_for(model, copies=4)
-        if reference is None:
-            return None
-        probes = trial.probes(model)
-        return _Stock(training_step(model, probes, dtype), dtype, reference, probes)
-
-    stock = load_run_free(trial.stock, run_stock)
+    stock = load_run_free(trial.stock, functools.partial(trial.stored_run, training_step, 4))
     if stock is None:
         return [_skipped("no more precise run than the model's own fits into memory")]
     wide, probes = stock.reference.dtype, stock.probes
@@ -74,7 +54,7 @@ def verify_gradient(trial: CheckpointTrial) -> list[Check]:
     truth, traces = load_run_free(functools.partial(trial.stock, wide), true_step)
     source = f"{stock.reference.name} run of stock modules on the same weights"
     compared = functools.partial(
-        compare_gradients, truth=truth.gradients, dtype=stock.dtype, reference=source, stock_loss=stock.step.loss,
+        compare_gradients, truth=truth.gradients, dtype=stock.dtype, reference=source, stock_loss=stock.result.loss,
         patched_loss=patched.loss,
     )  # fmt: skip
 
@@ -85,7 +65,7 @@ def verify_gradient(trial: CheckpointTrial) -> list[Check]:
     bottleneck = fewest_elements(truth.outputs[name] for name in truth.read)
     return [
         check_parameters(patched.gradients, truth.gradients, trial.folded),
-        *ratios(compared, patched, stock.step, rounded, bottleneck),
+        *ratios(compared, patched, stock.result, rounded, bottleneck),
         *load_run_free(
             functools.partial(load_exact, dtype=wide),
             lambda model: list(verify_modules(model, probes, truth, traces, wide, source)),
@@ -143,7 +123,7 @@ def stock_runs(trial: CheckpointTrial) -> bool:
     return reference is not None
 
 
-def _rounded_at_random(stock: _Stock, runs: int, model: nn.Module) -> list[Step]:
+def _rounded_at_random(stock: StoredRun[Step], runs: int, model: nn.Module) -> list[Step]:
     with torch.random.fork_rng(devices=[]), RandomRounding(stock.dtype):
         seed_cpu(0)
         return [training_step(model, stock.probes, stock.dtype) for _ in range(runs)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,31 @@ from memopt.plan.recipe import Recipe
 from memopt.trace.subject import chosen_recipe
 from memopt.trace.training import Request
 from memopt.verification.inputs import Probes, probe_inputs
-from memopt.verification.models import cast_inputs, floating_outputs, load_patched, load_stock
+from memopt.verification.models import (
+    Reference,
+    cast_inputs,
+    floating_outputs,
+    load_patched,
+    load_stock,
+    reference_for,
+    stored_dtype,
+)
 from memopt.walk.calls.batch import Batch, given_batch
 
 #: All models run in fp32, whose rounding (1e-6 of a gradient) is far below the error of any approximation.
 DTYPE = torch.float32
 Gradients = dict[str, Tensor]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StoredRun(Generic[T]):
+    """The result of a run in the stored dtype, and the probes and dtypes of all runs."""
+
+    result: T
+    dtype: torch.dtype
+    reference: Reference
+    probes: Probes
 
 
 @dataclass
@@ -64,6 +83,16 @@ class CheckpointTrial:
     def probes(self, model: nn.Module) -> Probes:
         """The inputs of all models of the folder."""
         return probe_inputs(model, self.source, self.inputs, trust_remote_code=self.trust_remote_code)
+
+    def stored_run(
+        self, run: Callable[[nn.Module, Probes, torch.dtype], T], copies: int, model: nn.Module
+    ) -> StoredRun[T] | None:
+        """`run` on `model` in the stored dtype; None if no more precise run fits into memory (`reference_for`)."""
+        dtype, reference = stored_dtype(model), reference_for(model, copies=copies)
+        if reference is None:
+            return None
+        probes = self.probes(model)
+        return StoredRun(run(model, probes, dtype), dtype, reference, probes)
 
     def plan(self, model: nn.Module) -> Plan:
         return plan_for(model, self.recipe, inputs=self.inputs)
