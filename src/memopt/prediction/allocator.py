@@ -205,21 +205,17 @@ class _Pool:
 
     def _grown(self, size: int) -> _Block:
         last = self._last
-        usable = last if last is not None and last.is_free else None
-        missing = size - (usable.size if usable else 0)
-        nbytes = -(-missing // self.segment) * self.segment
-        if usable is None:
-            added = self._added(nbytes)
-            added.before = last
-            if last is not None:
-                last.after = added
+        missing = size - (last.size if last is not None and last.is_free else 0)
+        added = self._added(-(-missing // self.segment) * self.segment)
+        added.before = last
+        if last is None:
             return added
-        self._forget(usable)
-        usable.size += nbytes
-        self.end += nbytes
-        self.reserved += nbytes
-        self.segments[self.base] += nbytes
-        return usable
+        last.after = added
+        if not last.is_free:
+            return added
+        self._forget(last)
+        self._join(last, added)
+        return last
 
     def _added(self, nbytes: int) -> _Block:
         block = _Block(self.base + self.end, nbytes)
