@@ -21,7 +21,7 @@ from memopt.reporting.compare import UNSEEN
 from memopt.reporting.html.shapes import Chart, chart_data, drawn_chart, peak_rows, share, ticks
 
 if TYPE_CHECKING:
-    from memopt.reporting.compare import Comparison
+    from memopt.reporting.compare import BlockKind, Comparison
 
 #: The chart is a little higher than its peak, so that the label of the peak fits in.
 _HEADROOM = 1.2
@@ -56,7 +56,7 @@ def page(
     source = files(__package__)
     script = source.joinpath("page.js").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, finalize=_shown)
-    environment.filters |= {"size": size, "percent": _percent, "breakable": _breakable}
+    environment.filters |= {"size": size, "percent": _percent, "breakable": _breakable, "scaled": share}
     shown = SimpleNamespace(
         model=comparison.model,
         subtitle=f"{comparison.model_class}, recipe {comparison.recipe}: {comparison.training}",
@@ -69,7 +69,7 @@ def page(
         peak_rows=peak_rows(charts),
         frontier=frontier,
         unit=comparison.before.unit,
-        blocks=[_block(kind.title, kind.rows) for kind in comparison.kinds()],
+        blocks=[_block(kind) for kind in comparison.kinds()],
         saved=_saved(comparison),
         total=SimpleNamespace(before=comparison.before.total, after=comparison.after.total),
         notes=list(dict.fromkeys((*notes, *comparison.notes))),
@@ -119,32 +119,15 @@ def _tiles(comparison: Comparison, charts: Sequence[Chart]) -> list[SimpleNamesp
     return [SimpleNamespace(what=what, before=before, after=after) for what, before, after in found]
 
 
-def _block(title: str, rows: Sequence[Any]) -> SimpleNamespace:
-    before, after = sum(row.before for row in rows), sum(row.after for row in rows)
-    most = max((max(row.before, row.after) for row in rows), default=0)
-    shown: list[tuple[str, str, int, int]] = []
-    small = [0, 0]
-    for row in rows:
-        if max(row.before, row.after) < _SMALL_OF_BLOCK * before:
-            small = [small[0] + row.before, small[1] + row.after]
-        else:
-            shown.append((row.cause, row.what, row.before, row.after))
-    if any(small):
-        shown.append(("small tensors", "statistics and the like", small[0], small[1]))
-    names = ("cause", "what", "before", "after")
-    return SimpleNamespace(
-        title=title,
-        before=before,
-        after=after,
-        rows=[
-            SimpleNamespace(
-                **dict(zip(names, row, strict=True)),
-                width_before=share(row[2], most),
-                width_after=share(row[3], most),
-            )
-            for row in shown
-        ],
-    )
+def _block(kind: BlockKind) -> SimpleNamespace:
+    small = [row for row in kind.rows if max(row.before, row.after) < _SMALL_OF_BLOCK * kind.before]
+    shown: list[Any] = [row for row in kind.rows if row not in small]
+    before, after = sum(row.before for row in small), sum(row.after for row in small)
+    if before or after:
+        what = "statistics and the like"
+        shown.append(SimpleNamespace(cause="small tensors", what=what, before=before, after=after))
+    most = max((max(row.before, row.after) for row in kind.rows), default=0)
+    return SimpleNamespace(title=kind.title, before=kind.before, after=kind.after, most=most, rows=shown)
 
 
 def _saved(comparison: Comparison) -> list[SimpleNamespace]:
