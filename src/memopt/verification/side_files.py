@@ -186,7 +186,6 @@ def _twice(checkpoint: CheckpointSource) -> Iterator[str]:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """The contradictions inside a manifest."""
     recipe = manifest.recipe
     if not manifest.entries:
         yield "it lists no site of the model"

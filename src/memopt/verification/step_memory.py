@@ -172,6 +172,5 @@ def _left(timeline: Timeline, model: nn.Module) -> int:
 
 
 def _array_bytes() -> int:
-    """Bytes of all live NumPy arrays."""
     traces = tracemalloc.take_snapshot().filter_traces([tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)])
     return sum(each.size for each in traces.statistics("filename"))
