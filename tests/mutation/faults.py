@@ -395,8 +395,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "verify: a large error only warns",
-        'return "warn" if value <= warns else "fail"',
-        'return "warn"',
+        '"warn" if warns is not None and value <= warns else "fail"',
+        '"fail" if warns is None else "warn"',
         _LEVELS,
     ),
     Fault(

@@ -54,10 +54,12 @@ def limited(
     detail: str = "",
     *,
     level: Level | None = None,
+    warns: float | None = None,
 ) -> Check:
-    """A check that passes up to `limit`, and fails above it and for NaN; `level` defaults to the first part of `id`."""
+    """A check that passes up to `limit`, warns up to `warns`, and fails above both and for NaN; `level` defaults to the
+    first part of `id`."""
     level = level or _level_of(id)
-    status: Status = "pass" if value <= limit else "fail"
+    status: Status = "pass" if value <= limit else "warn" if warns is not None and value <= warns else "fail"
     return Check(id, level, subject, status, metric, value, limit, reason, reference, n, detail)
 
 
@@ -82,10 +84,3 @@ def _rank(check: Check) -> tuple[bool, bool, float]:
 
 def _level_of(id: str) -> Level:
     return cast(Level, id.partition(".")[0])
-
-
-def ratio_status(value: float, passes: float, warns: float) -> Status:
-    """``pass`` up to `passes`, ``warn`` up to `warns`, ``fail`` above that and for NaN."""
-    if value <= passes:
-        return "pass"
-    return "warn" if value <= warns else "fail"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memopt.checkpoint.manifest import read_manifest
 from memopt.environment.generators import seed_cpu
 from memopt.errors import ModelError
-from memopt.patches.checks import Check, ratio_status, skipped
+from memopt.patches.checks import Check, limited, skipped
 from memopt.patches.record import record_of
 from memopt.verification.inputs import Probes
 from memopt.verification.models import (
@@ -230,21 +230,18 @@ def _compare(
         for candidate in ("patched", "stock classes on the patched files"):
             errors = _errors(outputs[candidate], truth, field, left_out)
             ratio = errors.rms / bound if bound else (0.0 if errors.rms == 0 else float("inf"))
-            yield Check(
-                id="forward.error_ratio",
-                level="forward",
-                subject=f"{field}, {candidate}",
-                status=ratio_status(ratio, PASS_RATIO * chance, WARN_RATIO * chance),
-                metric="RMS error / the original's own",
-                value=ratio,
-                threshold=PASS_RATIO * chance,
-                threshold_reason="one more rounding of the weights predicts 1.12; above 2 fails",
-                reference=reference,
-                n=errors.n,
-                detail=(
-                    f"RMS error {errors.rms:.3g}, the original's {original.rms:.3g}, inputs: {probe_source}"
-                    + _left_out(left_out)
-                ),
+            yield limited(
+                "forward.error_ratio",
+                f"{field}, {candidate}",
+                ratio,
+                PASS_RATIO * chance,
+                "RMS error / the original's own",
+                "one more rounding of the weights predicts 1.12; above 2 fails",
+                reference,
+                errors.n,
+                f"RMS error {errors.rms:.3g}, the original's {original.rms:.3g}, inputs: {probe_source}"
+                + _left_out(left_out),
+                warns=WARN_RATIO * chance,
             )
         if field == "logits":
             yield _divergence(originals, outputs["patched"], truth, dtype, reference, left_out, chance**2)
@@ -310,21 +307,18 @@ def _divergence(
     # Its terms are of size one and summed in fp64, so its own error is the epsilon of fp64.
     floor = max(floor, torch.finfo(torch.float64).eps)
     ratio = divergence / max(own, floor / PASS_DIVERGENCE)
-    return Check(
-        id="forward.divergence_ratio",
-        level="forward",
-        subject="logits, patched",
-        status=ratio_status(ratio, PASS_DIVERGENCE * chance, WARN_DIVERGENCE * chance),
-        metric="mean KL divergence / the original's own",
-        value=ratio,
-        threshold=PASS_DIVERGENCE * chance,
-        threshold_reason="the divergence grows with the square of the error",
-        reference=reference,
-        n=count,
-        detail=(
-            f"KL {divergence:.3g}, the original's {own:.3g}; top choice agrees with the reference "
-            f"in {agreement:.1%} of positions, the original's in {own_agreement:.1%}{_left_out(left_out)}"
-        ),
+    return limited(
+        "forward.divergence_ratio",
+        "logits, patched",
+        ratio,
+        PASS_DIVERGENCE * chance,
+        "mean KL divergence / the original's own",
+        "the divergence grows with the square of the error",
+        reference,
+        count,
+        f"KL {divergence:.3g}, the original's {own:.3g}; top choice agrees with the reference "
+        f"in {agreement:.1%} of positions, the original's in {own_agreement:.1%}{_left_out(left_out)}",
+        warns=WARN_DIVERGENCE * chance,
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from memopt.errors import ModelError
 from memopt.patches.base import PlanView
 from memopt.patches.capabilities import Checks, Output
-from memopt.patches.checks import Check, limited, ratio_status, skipped
+from memopt.patches.checks import Check, limited, skipped
 from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped
@@ -271,18 +271,17 @@ def _no_bytes(id: str, subject: str, nbytes: int, metric: str, reason: str, modu
 def _against_plan(patched: Account, predicted: Account) -> Iterator[Check]:
     measured, planned = _of_blocks(patched), _of_blocks(predicted)
     drift = abs(measured - planned) / planned if planned else float("nan")
-    yield Check(
-        id="memory.plan",
-        level="memory",
-        subject=f"{len(patched.blocks)} blocks" if patched.blocks else "whole model",
-        status=ratio_status(drift, PASS_DRIFT, WARN_DRIFT),
-        metric="difference to the plan's bytes",
-        value=drift,
-        threshold=PASS_DRIFT,
-        threshold_reason="10 % is PyTorch's own tolerance for its memory tracker; 3 % is this tool's",
-        reference="trace of the plan from the config alone",
-        n=measured,
-        detail=f"planned {_mib(planned)}, measured {_mib(measured)}",
+    yield limited(
+        "memory.plan",
+        f"{len(patched.blocks)} blocks" if patched.blocks else "whole model",
+        drift,
+        PASS_DRIFT,
+        "difference to the plan's bytes",
+        "10 % is PyTorch's own tolerance for its memory tracker; 3 % is this tool's",
+        "trace of the plan from the config alone",
+        measured,
+        f"planned {_mib(planned)}, measured {_mib(measured)}",
+        warns=WARN_DRIFT,
     )
 
 

@@ -74,18 +74,17 @@ def verify_modules(
 
     record = record_of(model)
     refused = () if record is None else record.refused
-    yield Check(
-        id="gradient.patched",
-        level="gradient",
-        subject=refused[0][0] if refused else "all planned modules",
-        status="warn" if refused else "pass",
-        metric="modules that are planned and could not be patched",
-        value=len(refused),
-        threshold=0,
-        threshold_reason="modules that are unchanged are not compared",
-        reference="the plan",
-        n=len(swapped),
-        detail="; ".join(f"{name}: {reason}" for name, reason in refused[:3]),
+    yield limited(
+        "gradient.patched",
+        refused[0][0] if refused else "all planned modules",
+        len(refused),
+        0,
+        "modules that are planned and could not be patched",
+        "modules that are unchanged are not compared",
+        "the plan",
+        len(swapped),
+        "; ".join(f"{name}: {reason}" for name, reason in refused[:3]),
+        warns=math.inf,
     )
     yield check_modules(
         worst, run, swapped, truth, dtype, reference, lambda: _unlike_module(swapped, model, probes, traces, dtype)
