@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 from memopt.environment.forks import each
 from memopt.errors import ModelError, UsageError
@@ -82,17 +82,16 @@ class _Candidate:
     tracer: Tracer
     training: Training
     setup: Setup
-    _own: list[Prediction] = field(default_factory=list, init=False)
-    """The prediction at its own size, once it is known."""
+
+    @cached_property
+    def _own(self) -> Prediction:
+        """The prediction at its own size."""
+        return combine(self.tracer.at(self.training), self.setup)
 
     def at(self, *, batch: int | None = None, seq: int | None = None) -> Prediction:
         """The prediction at this size."""
         changed = replace(self.training, batch=batch or self.training.batch, seq=seq or self.training.seq)
-        if changed != self.training:
-            return combine(self.tracer.at(changed), self.setup)
-        if not self._own:
-            self._own.append(combine(self.tracer.at(changed), self.setup))
-        return self._own[0]
+        return self._own if changed == self.training else combine(self.tracer.at(changed), self.setup)
 
 
 @dataclass
