@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -81,10 +81,11 @@ def verify_forward(trial: CheckpointTrial, pair: Pair) -> list[Check]:
     trust = trial.trust_remote_code
     load_original = functools.partial(load_stock, pair.original, revision=pair.revision, trust_remote_code=trust)
     try:
-        run_original = functools.partial(trial.stored_run, _run, 2)
-        original = load_run_free(functools.partial(_loaded, load_original), run_original)
-    except _NotLoaded as error:
+        loaded = [load_original()]
+    except ModelError as error:
         return [_skipped(f"the original cannot be loaded: {error}")]
+    # Popped, so that nothing else refers to the model when it is freed.
+    original = load_run_free(loaded.pop, functools.partial(trial.stored_run, _run, 2))
     if original is None:
         return [_skipped("no more precise run than the model's own fits into memory")]
     probes, dtype, reference = original.probes, original.dtype, original.reference
@@ -156,17 +157,6 @@ def _rounded_at_random(
             runs.append(run(1.0))
             jumps.add(run(JUMP_SCALE))
     return runs
-
-
-class _NotLoaded(Exception):
-    """The original cannot be loaded."""
-
-
-def _loaded(load: Callable[[], nn.Module]) -> nn.Module:
-    try:
-        return load()
-    except ModelError as error:
-        raise _NotLoaded(str(error)) from error
 
 
 def _run(
