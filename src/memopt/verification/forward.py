@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -33,7 +33,7 @@ from memopt.verification.models import (
 )
 from memopt.verification.ratios import chance_ratio
 from memopt.verification.side_files import allowed_changes
-from memopt.verification.stochastic import JUMP_SCALE, JumpingRows, RandomRounding, rounded_at_random
+from memopt.verification.stochastic import JUMP_SCALE, JumpingRows, RandomRounding, Run, rounded_at_random
 from memopt.verification.trial import CheckpointTrial, StoredRun
 from memopt.walk.aten.precision import precise
 
@@ -90,14 +90,14 @@ def verify_forward(trial: CheckpointTrial, pair: Pair) -> list[Check]:
         return [_skipped("no more precise run than the model's own fits into memory")]
     probes, dtype, reference = original.probes, original.dtype, original.reference
 
-    def true_outputs(model: nn.Module) -> list[dict[str, Tensor]]:
+    def true_outputs(model: nn.Module) -> Run:
         with precise(reference.dtype):
             return _run(model, probes, reference.dtype)
 
     truth = load_run_free(functools.partial(load_original, dtype=reference.dtype), true_outputs)
     manifest = read_manifest(pair.patched)
 
-    def run_patched(model: nn.Module) -> tuple[list[dict[str, Tensor]], frozenset[str]]:
+    def run_patched(model: nn.Module) -> tuple[Run, frozenset[str]]:
         record = record_of(model)
         changed = allowed_changes(manifest, record.plan.sites) if record else frozenset[str]()
         return _run(model, probes, dtype, training_path=True), changed
@@ -110,40 +110,32 @@ def verify_forward(trial: CheckpointTrial, pair: Pair) -> list[Check]:
         "stock classes on the patched files": load_run_free(trial.stock, lambda model: _run(model, probes, dtype)),
     }
     source = f"{reference.name} run of the original weights" + (f"; {reference.note}" if reference.note else "")
-    compared = functools.partial(
-        _compare,
-        outputs=outputs,
-        truth=truth,
-        dtype=dtype,
-        reference=source,
-        probe_source=probes.source,
-        changed=changed,
-    )
-    checks = list(compared([original.result]))
+    compared = _Comparison(outputs, truth, dtype, source, probes.source, changed)
+    checks = list(compared.checks([original.result]))
     if all(check.status == "pass" for check in checks):
         return checks
     folded = frozenset().union(*(record.fold.touched for record in manifest.folds))
     usual = {
-        field: _errors(original.result, truth, field).rms
+        field: compared.errors(original.result, field).rms
         for field, value in truth[0].items()
         if value.dim() >= 2 and all(field in batch for batch in original.result)
     }
     jumps = JumpingRows(truth, usual, outputs.values())
     again = load_run_free(load_original, functools.partial(_rounded_at_random, original, folded, jumps))
-    return list(compared([original.result, *again], jumps=jumps.rows()))
+    return list(compared.checks([original.result, *again], jumps.rows()))
 
 
 @torch.no_grad()
 def _rounded_at_random(
-    original: StoredRun[list[dict[str, Tensor]]], folded: Collection[str], jumps: JumpingRows, model: nn.Module
-) -> list[list[dict[str, Tensor]]]:
+    original: StoredRun[Run], folded: Collection[str], jumps: JumpingRows, model: nn.Module
+) -> list[Run]:
     """Runs of the original in which the weights that folds change are rounded at random, as a fold rounds them again.
     Further runs round every result too, more coarsely; rows that jump in these depend on one rounding (`jumps`).
     """
     weights = {name: parameter for name, parameter in model.named_parameters() if name in folded}
     stored = {name: parameter.clone() for name, parameter in weights.items()}
 
-    def run(scale: float) -> list[dict[str, Tensor]]:
+    def run(scale: float) -> Run:
         for name, parameter in weights.items():
             parameter.copy_(rounded_at_random(stored[name], scale))
         with contextlib.nullcontext() if scale == 1 else RandomRounding(original.dtype, scale):
@@ -151,7 +143,7 @@ def _rounded_at_random(
 
     with torch.random.fork_rng(devices=[]):
         seed_cpu(0)
-        runs: list[list[dict[str, Tensor]]] = []
+        runs: list[Run] = []
         # A choice may differ in only one run of ten.
         while len(runs) < _ROUNDED or (len(runs) < _MOST and jumps.may_jump_in_more(runs)):
             runs.append(run(1.0))
@@ -159,9 +151,7 @@ def _rounded_at_random(
     return runs
 
 
-def _run(
-    model: nn.Module, probes: Probes, dtype: torch.dtype, *, training_path: bool = False
-) -> list[dict[str, Tensor]]:
+def _run(model: nn.Module, probes: Probes, dtype: torch.dtype, *, training_path: bool = False) -> Run:
     """Outputs for every probe. Patched modules run memopt's forward only where gradients are recorded."""
     results = []
     for inputs in probes.batches:
@@ -171,145 +161,140 @@ def _run(
     return results
 
 
-def _compare(
-    originals: list[list[dict[str, Tensor]]],
-    outputs: dict[str, list[dict[str, Tensor]]],
-    truth: list[dict[str, Tensor]],
-    dtype: torch.dtype,
-    reference: str,
-    probe_source: str,
-    changed: Collection[str],
-    jumps: Mapping[str, list[Tensor]] = MappingProxyType({}),
-) -> Iterator[Check]:
-    """Checks of every field.
+@dataclass(frozen=True)
+class _Comparison:
+    """Runs of patched files, which are compared with those of the original, and the truth."""
 
-    Args:
-        originals: runs of the original; the largest of their errors counts.
-        changed: fields that the recipe allows folds to change.
-        jumps: field -> rows of each batch that are left out.
-    """
-    runs = (*outputs.values(), *originals)
-    batches = [batch.keys() for run in (truth, *runs) for batch in run]
-    fields = sorted(set().union(*batches))
-    if not fields:
-        yield _skipped("the model returns no floating-point output")
-    for field in fields:
-        if not all(field in batch for batch in batches):
-            yield Check("forward.outputs", "forward", field, "fail", detail="not every run returns it in every batch")
-            continue
-        shapes = {tuple(run[0][field].shape) for run in (*runs, truth)}
-        if len(shapes) > 1:
-            yield Check(
-                id="forward.shape",
-                level="forward",
-                subject=field,
-                status="fail",
-                reference=reference,
-                detail="the two models give it different shapes: " + " and ".join(map(str, sorted(shapes))),
-            )
-            continue
-        if field.partition("[")[0] in changed:
-            yield _changed(outputs["patched"], truth, field, reference)
-            continue
-        left_out = jumps.get(field)
-        # A few numbers (the logits of a classifier) may be right by luck.
-        elements = sum(batch[field].numel() for batch in truth)
-        chance = chance_ratio(elements) if len(originals) > 1 and elements < _FEW else 1.0
-        original = max((_errors(run, truth, field, left_out) for run in originals), key=lambda errors: errors.rms)
-        bound = max(original.rms, original.floor(dtype) / PASS_RATIO)
-        for candidate in ("patched", "stock classes on the patched files"):
-            errors = _errors(outputs[candidate], truth, field, left_out)
-            ratio = errors.rms / bound if bound else (0.0 if errors.rms == 0 else float("inf"))
-            yield limited(
-                "forward.error_ratio",
-                f"{field}, {candidate}",
-                ratio,
-                PASS_RATIO * chance,
-                "RMS error / the original's own",
-                "one more rounding of the weights predicts 1.12; above 2 fails",
-                reference,
-                errors.n,
-                f"RMS error {errors.rms:.3g}, the original's {original.rms:.3g}, inputs: {probe_source}"
-                + _left_out(left_out),
-                warns=WARN_RATIO * chance,
-            )
-        if field == "logits":
-            yield _divergence(originals, outputs["patched"], truth, dtype, reference, left_out, chance**2)
+    outputs: dict[str, Run]
+    """The run with memopt's modules, ``patched``, and the run with stock classes."""
+    truth: Run
+    dtype: torch.dtype
+    reference: str
+    probe_source: str
+    changed: Collection[str]
+    """Fields that the recipe allows folds to change."""
+
+    def checks(
+        self, originals: Sequence[Run], jumps: Mapping[str, list[Tensor]] = MappingProxyType({})
+    ) -> Iterator[Check]:
+        """Checks of every field.
+
+        Args:
+            originals: runs of the original; the largest of their errors counts.
+            jumps: field -> rows of each batch that are left out.
+        """
+        runs = (*self.outputs.values(), *originals)
+        batches = [batch.keys() for run in (self.truth, *runs) for batch in run]
+        fields = sorted(set().union(*batches))
+        if not fields:
+            yield _skipped("the model returns no floating-point output")
+        for field in fields:
+            if not all(field in batch for batch in batches):
+                yield Check(
+                    "forward.outputs", "forward", field, "fail", detail="not every run returns it in every batch"
+                )
+                continue
+            shapes = {tuple(run[0][field].shape) for run in (*runs, self.truth)}
+            if len(shapes) > 1:
+                yield Check(
+                    id="forward.shape",
+                    level="forward",
+                    subject=field,
+                    status="fail",
+                    reference=self.reference,
+                    detail="the two models give it different shapes: " + " and ".join(map(str, sorted(shapes))),
+                )
+                continue
+            if field.partition("[")[0] in self.changed:
+                yield self._changed_output(field)
+                continue
+            left_out = jumps.get(field)
+            # A few numbers (the logits of a classifier) may be right by luck.
+            elements = sum(batch[field].numel() for batch in self.truth)
+            chance = chance_ratio(elements) if len(originals) > 1 and elements < _FEW else 1.0
+            original = max((self.errors(run, field, left_out) for run in originals), key=lambda errors: errors.rms)
+            bound = max(original.rms, original.floor(self.dtype) / PASS_RATIO)
+            for candidate, run in self.outputs.items():
+                errors = self.errors(run, field, left_out)
+                ratio = errors.rms / bound if bound else (0.0 if errors.rms == 0 else float("inf"))
+                yield limited(
+                    "forward.error_ratio",
+                    f"{field}, {candidate}",
+                    ratio,
+                    PASS_RATIO * chance,
+                    "RMS error / the original's own",
+                    "one more rounding of the weights predicts 1.12; above 2 fails",
+                    self.reference,
+                    errors.n,
+                    f"RMS error {errors.rms:.3g}, the original's {original.rms:.3g}, inputs: {self.probe_source}"
+                    + _left_out(left_out),
+                    warns=WARN_RATIO * chance,
+                )
+            if field == "logits":
+                yield self._divergence(originals, left_out, chance**2)
+
+    def _changed_output(self, field: str) -> Check:
+        errors = self.errors(self.outputs["patched"], field)
+        size = math.sqrt(errors.square_truth / max(errors.n, 1))
+        return Check(
+            id="forward.changed_output",
+            level="forward",
+            subject=f"{field}, patched",
+            status="pass",
+            metric="RMS change / RMS of the original's",
+            value=errors.rms / size if size else float("inf"),
+            reference=self.reference,
+            n=errors.n,
+            detail="changed on purpose: the recipe's norms.hidden_states lets folds change hidden states",
+        )
+
+    def errors(self, run: Run, field: str, left_out: list[Tensor] | None = None) -> _Errors:
+        errors = _Errors()
+        for position, (got, expected) in enumerate(zip(run, self.truth, strict=True)):
+            rows = slice(None) if left_out is None else ~left_out[position]
+            errors = errors.add(got[field][rows], expected[field][rows])
+        return errors
+
+    def _divergence(self, originals: Sequence[Run], left_out: list[Tensor] | None, chance: float) -> Check:
+        def mean(run: Run) -> tuple[float, float]:
+            """Divergence a row, and the share of rows whose top choice is the reference's."""
+            total, agreed = 0.0, 0
+            for got, exact, chosen in zip(run, exacts, rows, strict=True):
+                approximate = got["logits"][chosen].double().log_softmax(-1)
+                total += float((exact.exp() * (exact - approximate)).sum())
+                agreed += int((exact.argmax(-1) == approximate.argmax(-1)).sum())
+            return max(total, 0.0) / count, agreed / count
+
+        rows = [slice(None) if left_out is None else ~left_out[position] for position in range(len(self.truth))]
+        logits = [expected["logits"][chosen].double() for expected, chosen in zip(self.truth, rows, strict=True)]
+        exacts = [each.log_softmax(-1) for each in logits]
+        count = sum(each[..., 0].numel() for each in logits)
+        scale = sum(float(each.var(-1, correction=0).sum()) for each in logits)
+        (divergence, agreement), (own, own_agreement) = mean(self.outputs["patched"]), max(map(mean, originals))
+        # The divergence of logits that are off by e is about half the mean of e squared; e is one rounding of the
+        # logits.
+        floor = (FLOOR_ROUNDOFFS * torch.finfo(self.dtype).eps / 2) ** 2 * scale / count / 2
+        # Its terms are of size one and summed in fp64, so its own error is the epsilon of fp64.
+        floor = max(floor, torch.finfo(torch.float64).eps)
+        ratio = divergence / max(own, floor / PASS_DIVERGENCE)
+        return limited(
+            "forward.divergence_ratio",
+            "logits, patched",
+            ratio,
+            PASS_DIVERGENCE * chance,
+            "mean KL divergence / the original's own",
+            "the divergence grows with the square of the error",
+            self.reference,
+            count,
+            f"KL {divergence:.3g}, the original's {own:.3g}; top choice agrees with the reference "
+            f"in {agreement:.1%} of positions, the original's in {own_agreement:.1%}{_left_out(left_out)}",
+            warns=WARN_DIVERGENCE * chance,
+        )
 
 
 def _left_out(rows: list[Tensor] | None) -> str:
     count = sum(int(each.sum()) for each in rows or ())
     return f"; {count} rows in which a choice depends on one rounding are left out" if count else ""
-
-
-def _changed(patched: list[dict[str, Tensor]], truth: list[dict[str, Tensor]], field: str, reference: str) -> Check:
-    errors = _errors(patched, truth, field)
-    size = math.sqrt(errors.square_truth / max(errors.n, 1))
-    return Check(
-        id="forward.changed_output",
-        level="forward",
-        subject=f"{field}, patched",
-        status="pass",
-        metric="RMS change / RMS of the original's",
-        value=errors.rms / size if size else float("inf"),
-        reference=reference,
-        n=errors.n,
-        detail="changed on purpose: the recipe's norms.hidden_states lets folds change hidden states",
-    )
-
-
-def _errors(
-    run: list[dict[str, Tensor]], truth: list[dict[str, Tensor]], field: str, left_out: list[Tensor] | None = None
-) -> _Errors:
-    errors = _Errors()
-    for position, (got, expected) in enumerate(zip(run, truth, strict=True)):
-        rows = slice(None) if left_out is None else ~left_out[position]
-        errors = errors.add(got[field][rows], expected[field][rows])
-    return errors
-
-
-def _divergence(
-    originals: list[list[dict[str, Tensor]]],
-    patched: list[dict[str, Tensor]],
-    truth: list[dict[str, Tensor]],
-    dtype: torch.dtype,
-    reference: str,
-    left_out: list[Tensor] | None,
-    chance: float,
-) -> Check:
-    def mean(run: list[dict[str, Tensor]]) -> tuple[float, float]:
-        """Divergence a row, and the share of rows whose top choice is the reference's."""
-        total, agreed = 0.0, 0
-        for got, exact, chosen in zip(run, exacts, rows, strict=True):
-            approximate = got["logits"][chosen].double().log_softmax(-1)
-            total += float((exact.exp() * (exact - approximate)).sum())
-            agreed += int((exact.argmax(-1) == approximate.argmax(-1)).sum())
-        return max(total, 0.0) / count, agreed / count
-
-    rows = [slice(None) if left_out is None else ~left_out[position] for position in range(len(truth))]
-    logits = [expected["logits"][chosen].double() for expected, chosen in zip(truth, rows, strict=True)]
-    exacts = [each.log_softmax(-1) for each in logits]
-    count = sum(each[..., 0].numel() for each in logits)
-    scale = sum(float(each.var(-1, correction=0).sum()) for each in logits)
-    (divergence, agreement), (own, own_agreement) = mean(patched), max(map(mean, originals))
-    # The divergence of logits that are off by e is about half the mean of e squared; e is one rounding of the logits.
-    floor = (FLOOR_ROUNDOFFS * torch.finfo(dtype).eps / 2) ** 2 * scale / count / 2
-    # Its terms are of size one and summed in fp64, so its own error is the epsilon of fp64.
-    floor = max(floor, torch.finfo(torch.float64).eps)
-    ratio = divergence / max(own, floor / PASS_DIVERGENCE)
-    return limited(
-        "forward.divergence_ratio",
-        "logits, patched",
-        ratio,
-        PASS_DIVERGENCE * chance,
-        "mean KL divergence / the original's own",
-        "the divergence grows with the square of the error",
-        reference,
-        count,
-        f"KL {divergence:.3g}, the original's {own:.3g}; top choice agrees with the reference "
-        f"in {agreement:.1%} of positions, the original's in {own_agreement:.1%}{_left_out(left_out)}",
-        warns=WARN_DIVERGENCE * chance,
-    )
 
 
 _skipped = functools.partial(skipped, "forward.error_ratio", "outputs")

@@ -15,7 +15,8 @@ from memopt.torch_compat import TorchDispatchMode, operator_schema, tree_map
 
 #: Scale of the rounding in runs that find jumping rows, as a multiple of a fold's; most rows that may jump, as a share.
 JUMP_SCALE, _MOST = 4.0, 0.1
-_Run = list[dict[str, Tensor]]
+Run = list[dict[str, Tensor]]
+"""Outputs of one run: field -> tensor, batch by batch."""
 _Rows = list[Tensor]
 
 
@@ -57,7 +58,7 @@ class JumpingRows:
         judged: runs that are compared with the original's error; a jump in these alone does not make a row count.
     """
 
-    def __init__(self, truth: _Run, usual: Mapping[str, float], judged: Iterable[_Run]) -> None:
+    def __init__(self, truth: Run, usual: Mapping[str, float], judged: Iterable[Run]) -> None:
         self._truth, self._usual, runs = truth, usual, list(judged)
         self._judged = {
             field: functools.reduce(_either, (self._of(run, field) for run in runs))
@@ -66,18 +67,18 @@ class JumpingRows:
         }
         self._found = {field: [torch.zeros(batch[field].shape[:-1]).bool() for batch in truth] for field in usual}
 
-    def _fits(self, run: _Run, field: str) -> bool:
+    def _fits(self, run: Run, field: str) -> bool:
         return all(field in batch and batch[field].shape == exact[field].shape for batch, exact in self._pairs(run))
 
-    def _of(self, run: _Run, field: str) -> _Rows:
+    def _of(self, run: Run, field: str) -> _Rows:
         limit = max(JUMP_SCALE**2 * self._usual[field], torch.finfo(torch.float64).tiny)
         errors = (batch[field].double() - exact[field].double() for batch, exact in self._pairs(run))
         return [error.square().mean(-1).sqrt() > limit for error in errors]
 
-    def _pairs(self, run: _Run) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    def _pairs(self, run: Run) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         return zip(run, self._truth, strict=True)
 
-    def add(self, run: _Run) -> None:
+    def add(self, run: Run) -> None:
         """Add the rows that jump in this run of the original."""
         for field in list(self._found):
             if self._fits(run, field):
@@ -85,7 +86,7 @@ class JumpingRows:
             else:
                 del self._found[field]
 
-    def may_jump_in_more(self, runs: Sequence[_Run]) -> bool:
+    def may_jump_in_more(self, runs: Sequence[Run]) -> bool:
         """Whether few rows jump in a judged run, and some of them in none of `runs`, which are of the original.
 
         Results that read such a row have a smaller error too; a run of the original with the same jump shows its size.
