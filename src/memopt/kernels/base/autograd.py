@@ -50,6 +50,11 @@ class DirectFunction(torch.autograd.Function, metaclass=_Direct):
 DIRECT_APPLY: CodeType = DirectFunction.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums of tensors of `dtype`: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def refuse_double_backward() -> None:
     """Call it first in a backward that is not itself differentiable.
 

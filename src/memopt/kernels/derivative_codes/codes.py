@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import autocast_as
+from memopt.kernels.base.autograd import accumulation_dtype, autocast_as
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.derivative_codes.fit import fit
 from memopt.kernels.derivative_codes.schemes import (
     FLAG_GROUP,

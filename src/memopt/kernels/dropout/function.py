@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memopt.kernels.base.autograd import accumulation_dtype
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton, skips_pieces
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.recompute.rules import MASKED
 from memopt.torch_compat import no_dispatch
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
+    accumulation_dtype,
     autocast_as,
     batched_gradients,
     is_batched,
     refuse_double_backward,
 )
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments, RowFactors, block_gradient, losses_of, update_statistics
 
 Reduction = Literal["none", "mean", "sum"]

@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels.base.autograd import autocast_as
+from memopt.kernels.base.autograd import accumulation_dtype, autocast_as
 from memopt.kernels.base.device import skips_pieces
 from memopt.kernels.base.pieces import pieces
-from memopt.kernels.base.precision import accumulation_dtype
 
 #: Most logits with a wide copy at a time (but at least one row).
 _PIECE = 2**20

@@ -21,15 +21,12 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.reference import NormArguments, NormSpec, affine, norm_backward, normalize
 from memopt.recompute.rules import NORMALISED, register_operator
 from memopt.recompute.specs import Recompute, Recomputed, attach_spec
 
-__all__ = [
-    "NormArguments", "NormSpec", "accumulation_dtype", "affine", "ms_norm", "norm_backward", "normalize",
-]  # fmt: skip
+__all__ = ["NormArguments", "NormSpec", "affine", "ms_norm", "norm_backward", "normalize"]
 
 
 def ms_norm(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt.kernels.base.autograd import accumulation_dtype
 from memopt.kernels.base.device import imported_once, runs_triton, skips_pieces
 from memopt.kernels.base.pieces import parts_of, slices
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm.reference import NormArguments, NormSpec, affine, norm_backward, normalize
 
 Norm = tuple[Tensor | None, Tensor, Tensor]

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.precision import accumulation_dtype
+from memopt.kernels.base.autograd import accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from memopt.kernels.base.autograd import accumulation_dtype
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton, skips_pieces
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.quantize.layout import GROUP, LEVELS, Quantized
 
 #: Most and least elements that the reference quantises at a time, and the number of parts of a tensor between these

@@ -23,9 +23,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import autocast_as, autocast_dtype, not_a_view, refuse_double_backward
+from memopt.kernels.base.autograd import (
+    accumulation_dtype,
+    autocast_as,
+    autocast_dtype,
+    not_a_view,
+    refuse_double_backward,
+)
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.linear.function import weight_gradient
 
 

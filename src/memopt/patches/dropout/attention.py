@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import autocast_as, autocast_dtype
-from memopt.kernels.base.precision import accumulation_dtype
+from memopt.kernels.base.autograd import accumulation_dtype, autocast_as, autocast_dtype
 from memopt.kernels.replay.function import replayed
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
+    accumulation_dtype,
     as_leaf,
     autocast_as,
     batched_gradients,
     is_batched,
     refuse_double_backward,
 )
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.function import (
     block_gradient_,
     fresh_statistics,

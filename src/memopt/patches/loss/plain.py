@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memopt.kernels.base.autograd import accumulation_dtype
 from memopt.kernels.base.pieces import pieces
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.loss.rows import chunk_bytes, in_tiles, is_on_gpu
 from memopt.patches.loss.source import Source, distinct, run

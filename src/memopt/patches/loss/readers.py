@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels.base.autograd import autocast_as, autocast_dtype
-from memopt.kernels.base.precision import accumulation_dtype
+from memopt.kernels.base.autograd import accumulation_dtype, autocast_as, autocast_dtype
 from memopt.kernels.loss.function import lean_cross_entropy, weight_of_all
 from memopt.kernels.loss.reference import LossArguments, losses_of
 from memopt.patches.loss.at_once import loss_at_once

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
+    accumulation_dtype,
     as_leaf,
     batched_gradients,
     is_batched,
     refuse_double_backward,
 )
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.base.precision import accumulation_dtype
 from memopt.patches.loss.source import Source
 from memopt.torch_compat import FakeTensor, without_foreign_hooks
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.base.autograd import autocast_dtype
-from memopt.kernels.norm.function import NormSpec, accumulation_dtype, affine, ms_norm, normalize
+from memopt.kernels.base.autograd import accumulation_dtype, autocast_dtype
+from memopt.kernels.norm.function import NormSpec, affine, ms_norm, normalize
 from memopt.patches.identity import Frozen, freezing, local_name, thaw
 from memopt.patches.reads import Reads, observed_reads
 from memopt.patches.swap import (
