@@ -7,7 +7,7 @@ In both cases each thread reads one vector of 128 bits per tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -133,24 +133,16 @@ _ON_DEVICE: AbstractContextManager[object] = nullcontext()
 
 def _have_one_layout(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> bool:
     """Whether all tensors are dense and have their elements in the same order in memory."""
-    if all(_is_contiguous(shape, stride) for stride in strides):
+    if all(_is_dense(zip(reversed(stride), reversed(shape), strict=True)) for stride in strides):
         return True
-    return _is_dense(shape, strides[0]) and all(stride == strides[0] for stride in strides)
+    in_memory = sorted(zip(strides[0], shape, strict=True))
+    return _is_dense(in_memory) and all(stride == strides[0] for stride in strides)
 
 
-def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def _is_dense(sides: Iterable[tuple[int, int]]) -> bool:
+    """Whether dimensions with these (stride, size), the innermost first, leave no gaps."""
     expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1:
-            if step != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
+    for step, size in sides:
         if size != 1:
             if step != expected:
                 return False
