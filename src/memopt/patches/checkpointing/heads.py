@@ -11,7 +11,7 @@ left as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,6 @@ _PLAIN = (Tensor, FakeTensor)
 _COPIES = 5
 #: (gradient of the output, saved tensors, settings of the call) -> gradients of queries, keys and values.
 _Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-class _Operator(NamedTuple):
-    """A fused operator without a mask and without dropout."""
-
-    saved: Callable[[Any], tuple[Tensor, ...]]
-    """The results that its backward needs beside the output: statistics of the rows, seed and offset."""
-    backward: _Backward
 
 
 def _flash(
@@ -55,11 +47,11 @@ def _flash_on_cpu(
     return function(gradient, q, k, v, output, *own, 0.0, causal, scale=scale)
 
 
-_OPERATORS: dict[Any, _Operator] = {
-    torch.ops.aten._scaled_dot_product_flash_attention: _Operator(
-        lambda results: (results[1], results[6], results[7]), _flash
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _Operator(lambda results: (results[1],), _flash_on_cpu),
+#: Fused operator without a mask and without dropout -> its backward, and the places of the results that this needs
+#: beside the output: statistics of the rows, seed and offset.
+_OPERATORS: dict[Any, tuple[_Backward, tuple[int, ...]]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention: (_flash, (1, 6, 7)),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (_flash_on_cpu, (1,)),
 }
 
 
@@ -142,7 +134,7 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operator: _Operator | None = None
+        self.operator: tuple[_Backward, tuple[int, ...]] | None = None
         self.args: tuple[Any, ...] = ()
         self.results: Any = None
 
@@ -167,8 +159,9 @@ class _ByGroups(torch.autograd.Function):
             mine.shape != its.shape for mine, its in zip(three, seen.args[:3], strict=True)
         ):
             return None
-        ctx.save_for_backward(*three, output, *seen.operator.saved(seen.results))
-        ctx.backward_of, ctx.settings, ctx.group, ctx.call = seen.operator.backward, (causal, scale), group, call
+        ctx.backward_of, places = seen.operator
+        ctx.save_for_backward(*three, output, *(seen.results[place] for place in places))
+        ctx.settings, ctx.group, ctx.call = (causal, scale), group, call
         return output
 
     @staticmethod
