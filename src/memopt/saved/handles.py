@@ -1,7 +1,9 @@
-"""Handles: objects that autograd saves in place of tensors that can be recomputed."""
+"""Objects that autograd saves in place of tensors: handles of tensors that can be recomputed, and smaller tensors that
+others repeat, e.g. grouped keys and values repeated for each query head."""
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,10 +11,11 @@ import torch
 from torch import Tensor
 
 from memopt.recompute.expression import Expression, Step, after
-from memopt.recompute.graph import reads_parts
+from memopt.recompute.graph import reads_parts, repeated_from
 from memopt.recompute.rules import Node
 from memopt.recompute.specs import Recomputed, recomputed_of
 from memopt.recompute.steps import padded
+from memopt.saved.pinned import Packed
 from memopt.torch_compat import FakeTensor, storage_id
 
 
@@ -142,3 +145,36 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+class Once:
+    """Stands for a contiguous tensor that repeats a smaller one, and holds the smaller one."""
+
+    __slots__ = ("_packed", "_shape", "_view")
+
+    def __init__(self, packed: Packed, shape: tuple[int, ...], tensor: Tensor) -> None:
+        """`shape` is the shape of the repeated tensor, of which `tensor` is a view."""
+        self._packed, self._shape = packed, shape
+        self._view = tensor.size(), tensor.stride()
+
+    def unpack(self) -> Tensor:
+        return self._packed.unpack().expand(self._shape).contiguous().as_strided(*self._view)
+
+
+def once_in(tensor: Tensor, base: Tensor, node: Node) -> tuple[Tensor, tuple[int, ...]] | None:
+    """A copy of the smaller tensor that `tensor` (`base` or a view of all of it) repeats, and the repeated shape.
+
+    None if `node`, which made `base`, repeated nothing, or if `tensor` was changed in place since.
+    """
+    found = repeated_from(node)
+    if found is None or tensor._version != 0 or tensor.numel() != base.numel():
+        return None
+    shape, once = found
+    if not base.is_contiguous() or base.storage_offset() or 2 * math.prod(once) > base.numel():
+        return None
+    with torch.no_grad():
+        kept = base.detach().view(shape)
+        for dim, (size, repeated) in enumerate(zip(once, shape, strict=True)):
+            if size < repeated:
+                kept = kept.narrow(dim, 0, 1)
+        return kept.clone(), shape

@@ -31,10 +31,9 @@ from memopt.recompute.graph import expression_of, may_be_repeated, may_have_rule
 from memopt.recompute.operations import at_hand
 from memopt.recompute.rules import FAMILIES, Node, saves_output
 from memopt.recompute.versions import check_version
-from memopt.saved.handles import Handle
+from memopt.saved.handles import Handle, Once, once_in
 from memopt.saved.kept import Forwarded, Kept, ShapeOnly, alias_of, may_be_a_function, may_write_into_saved
 from memopt.saved.pinned import Holder, Packed, PinnedStorages
-from memopt.saved.repeated import Once, once_in
 from memopt.saved.slots import Compression, Compressor, Packing, Slot, settle
 from memopt.torch_compat import (
     FakeTensor,
