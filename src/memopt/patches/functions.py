@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from memopt.patches.swap import is_swapped, restore_forward, steps_aside, swap_forward, swap_state, wraps_any_forward
+from memopt.patches.swap import restore_forward, state_of, steps_aside, swap_forward, wraps_any_forward
 from memopt.saved.observer import is_observed
 from memopt.saved.scope import in_a_scope, packing_unseen
 from memopt.torch_compat import has_any_global_hook, module_hooks
@@ -59,18 +59,13 @@ def patch_functions(module: nn.Module, mode: Mode) -> None:
     swap_forward(module, _forward, FunctionsRewrite((*without_modes(module), mode)))
 
 
-def has_modes(module: nn.Module) -> bool:
-    """Whether `module` was rewritten by :func:`patch_functions`."""
-    return is_swapped(module) and isinstance(swap_state(module), FunctionsRewrite)
-
-
 def without_modes(module: nn.Module) -> tuple[Mode, ...]:
     """Undo :func:`patch_functions` and return the modes, for another rewrite of `module`; () if it has no modes."""
-    if not has_modes(module):
+    rewrite = state_of(module, FunctionsRewrite)
+    if rewrite is None:
         return ()
-    modes: tuple[Mode, ...] = swap_state(module).modes  # type: ignore[attr-defined]
     restore_forward(module)
-    return modes
+    return rewrite.modes
 
 
 @wraps_any_forward

@@ -13,7 +13,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
@@ -40,6 +40,7 @@ _FORWARD = "_memopt_forward"
 _NOTHING = object()
 _LINEAR = nn.Linear.forward
 
+S = TypeVar("S")
 #: forward(original_forward, state, module, *args, **kwargs)
 Forward = Callable[..., Any]
 
@@ -225,6 +226,19 @@ def _names_arguments(function: Callable[..., Any]) -> bool:
 def swap_state(module: nn.Module) -> object:
     """The state that was passed to :func:`swap_forward`."""
     return vars(module)[_STATE]
+
+
+def state_of(module: nn.Module, kind: type[S]) -> S | None:
+    """:func:`swap_state` of a swapped module if it is of this kind; None for any other module."""
+    state = swap_state(module) if is_swapped(module) else None
+    return state if isinstance(state, kind) else None
+
+
+def states_in(model: nn.Module, kind: type[S]) -> Iterator[tuple[str, nn.Module, S]]:
+    """(name, module, state) of each module inside `model` with a state of this kind."""
+    for name, module in model.named_modules():
+        if (state := state_of(module, kind)) is not None:
+            yield name, module, state
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -8,7 +8,7 @@ the Trainer) are stored, and hold once the block is unpatched. A block without t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,14 +25,7 @@ from memopt.patches.checkpointing.offload import OffloadedInputs
 from memopt.patches.checkpointing.state import BlockState, RunsTwice
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.scope import ScopeRewrite, run_scoped
-from memopt.patches.swap import (
-    is_swapped,
-    steps_aside,
-    swap_forward,
-    swap_state,
-    with_attributes,
-    wraps_any_forward,
-)
+from memopt.patches.swap import states_in, steps_aside, swap_forward, with_attributes, wraps_any_forward
 from memopt.torch_compat import is_checkpointed_region
 
 _NOT_OFFLOADED = "checkpointing.offload is off: inputs of checkpointed blocks stay on the device"
@@ -109,21 +102,15 @@ def has_switch(block: nn.Module) -> bool:
 
 def overruled(model: nn.Module) -> int:
     """Number of patched blocks of `model` that are not checkpointed although the model's own switch is on."""
-    return sum(bool(vars(m).get(_FLAG)) and not rewrite.is_checkpointed for m, rewrite in _patched(model))
+    blocks = states_in(model, BlockRewrite)
+    return sum(bool(vars(block).get(_FLAG)) and not rewrite.is_checkpointed for _, block, rewrite in blocks)
 
 
 def switched_on(model: nn.Module) -> int:
     """Number of layers of `model` that only transformers' switch checkpoints."""
-    patched = {id(module) for module, _ in _patched(model)}
+    patched = {id(module) for _, module, _ in states_in(model, BlockRewrite)}
     layers = (module for module in model.modules() if has_switch(module) and id(module) not in patched)
     return sum(bool(getattr(layer, _FLAG)) for layer in layers)
-
-
-def _patched(model: nn.Module) -> Iterator[tuple[nn.Module, BlockRewrite]]:
-    for module in model.modules():
-        state = swap_state(module) if is_swapped(module) else None
-        if isinstance(state, BlockRewrite):
-            yield module, state
 
 
 def _flag(module: nn.Module) -> bool:

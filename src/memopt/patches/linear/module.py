@@ -19,7 +19,7 @@ from memopt.kernels.linear.weighted import followed, noted
 from memopt.patches.linear.adapted import AdaptedRewrite, as_adapted, reads_specs, run_adapted
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.reads import Reads, observed_reads
-from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import is_swapped, is_watched, restore_forward, state_of, steps_aside, swap_forward, swap_state
 from memopt.recompute.specs import SPEC_ATTRIBUTE, shared_cast
 from memopt.saved.scope import unseen
 from memopt.torch_compat import any_autocast_enabled, no_torch_function
@@ -99,7 +99,7 @@ def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
                 continue
             restore_forward(module)  # it was adopted, for example while it was inside an adapter
         for inner in module.modules():  # inside an adapter now; only the module around it recomputes its output
-            if is_swapped(inner) and isinstance(swap_state(inner), OutputRewrite) and inner not in standing.values():
+            if state_of(inner, OutputRewrite) is not None and inner not in standing.values():
                 restore_forward(inner)
         patch_output(module, input_is_saved=outputs[name])
 

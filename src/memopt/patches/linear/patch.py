@@ -113,16 +113,18 @@ class LinearPatch(Patch, Levels, Checks, Reports):
             live.attempt(self.name, linear, patch_linear)
 
     def finish(self, live: Live) -> None:
-        from memopt.patches.functions import has_modes, patch_functions
+        from memopt.patches.functions import FunctionsRewrite, patch_functions
         from memopt.patches.linear.module import patch_linear
         from memopt.patches.linear.stacked import patch_stacked
         from memopt.patches.linear.weighted import weighted_products
-        from memopt.patches.swap import is_swapped
+        from memopt.patches.swap import is_swapped, state_of
         from memopt.walk.probes.linear import is_linear
 
         for name, is_stacked in {site.module: len(site.shape) > 2 for site in live.plan.sites.linears}.items():
             module = live.modules.get(name)
-            if module is None or not live.plan.recipe.selects(name) or (is_swapped(module) and not has_modes(module)):
+            if module is None or not live.plan.recipe.selects(name):
+                continue
+            if is_swapped(module) and state_of(module, FunctionsRewrite) is None:
                 continue
             with contextlib.suppress(ValueError):  # then its weights are saved
                 if is_stacked:  # experts

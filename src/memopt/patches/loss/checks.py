@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memopt.patches.checks import Check, limited
 from memopt.patches.loss.module import LossRewrite
-from memopt.patches.swap import is_swapped, stock_forwards, swap_state
+from memopt.patches.swap import state_of, stock_forwards
 
 _ROWS, _IGNORED = 48, -100
 
@@ -19,8 +19,8 @@ _ROWS, _IGNORED = 48, -100
 def verify_losses(modules: Mapping[str, nn.Module], limit: float) -> Iterator[Check]:
     """A check for each patched head: loss and all gradients of random rows, for each kind of batch and reduction."""
     for name, module in modules.items():
-        rewrite = swap_state(module) if is_swapped(module) else None
-        if not isinstance(rewrite, LossRewrite):
+        rewrite = state_of(module, LossRewrite)
+        if rewrite is None:
             continue
         worst, batch = 0.0, "none"
         for kind, (target, options) in _batches(rewrite.classes).items():

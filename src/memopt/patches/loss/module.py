@@ -29,7 +29,7 @@ from memopt.patches.loss.source import (
 )
 from memopt.patches.reads import observed_reads
 from memopt.patches.record import record_of, recorded_in, warn_once
-from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import replaced_by, states_in, steps_aside, swap_forward
 from memopt.torch_compat import (
     fsdp_leaves_gathered,
     fsdp_takes_back,
@@ -104,7 +104,7 @@ def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str]
 def replaced_forwards(model: nn.Module) -> Iterator[str]:
     """A sentence for each module that contains patched heads and has a forward that another library put there."""
     named = dict(model.named_modules())
-    heads = [name for name, each in named.items() if is_swapped(each) and isinstance(swap_state(each), LossRewrite)]
+    heads = [name for name, _, _ in states_in(model, LossRewrite)]
     for name, module in named.items():
         inside = [head for head in heads if not name or head.startswith(f"{name}.")]
         if inside and (owner := replaced_by(module)) is not None:
@@ -126,11 +126,11 @@ def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str,
     if recorded is None or (record := record_of(recorded)) is None:
         return
     plan, named = record.plan, dict(recorded.named_modules())
-    heads = [name for name, each in named.items() if is_swapped(each) and isinstance(swap_state(each), LossRewrite)]
+    heads = [name for name, _, _ in states_in(recorded, LossRewrite)]
     widths = {linear.parameter: linear.width for linear in plan.sites.linears}
     for site in plan.chosen("loss"):
         name = site.module
-        if name in named and not any(each == name or is_inside(each, name) or is_inside(name, each) for each in heads):
+        if name in named and not any(is_inside(each, name) or is_inside(name, each) for each in heads):
             yield name, named[name], {"inputs": widths[site.parameter], "classes": site.vocab_size}
 
 

@@ -20,7 +20,7 @@ from memopt.patches.linear.module import linear_reads
 from memopt.patches.sampled_linear.rules import SampledLinearRules
 from memopt.patches.sampled_linear.slot import Sampling, save_sampled
 from memopt.patches.sampled_linear.visits import Visits
-from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import states_in, steps_aside, swap_forward
 from memopt.recompute.specs import shared_cast
 from memopt.walk.probes.linear import is_linear
 
@@ -70,8 +70,7 @@ def sampling_of(rules: SampledLinearRules) -> Sampling:
 
 def samplings_in(model: nn.Module) -> dict[str, SampledLinearRewrite]:
     """Name -> state of the sampled linears of `model`."""
-    swapped = {name: swap_state(module) for name, module in model.named_modules() if is_swapped(module)}
-    return {name: state for name, state in swapped.items() if isinstance(state, SampledLinearRewrite)}
+    return {name: state for name, _, state in states_in(model, SampledLinearRewrite)}
 
 
 def _forward(

@@ -24,13 +24,7 @@ from torch import Tensor, nn
 
 from memopt.patches.sampled_linear.gradient_memory import GradientMemory, Step
 from memopt.patches.sampled_linear.padding import PaddingWatch
-from memopt.patches.swap import (
-    is_swapped,
-    steps_aside,
-    swap_forward,
-    swap_state,
-    wraps_any_forward,
-)
+from memopt.patches.swap import states_in, steps_aside, swap_forward, wraps_any_forward
 from memopt.torch_compat import FakeTensor
 
 #: The batch key for the numbers of its samples in the data set.
@@ -204,8 +198,7 @@ def _inner(model: nn.Module, linears: Collection[nn.Module]) -> nn.Module | None
 
 def visits_of(model: nn.Module) -> list[Visits]:
     """All `visits` with which :func:`patch_visits` patched modules of `model`, each once."""
-    states = [swap_state(module) for module in model.modules() if is_swapped(module)]
-    return list({id(state.visits): state.visits for state in states if isinstance(state, VisitRewrite)}.values())
+    return list({id(state.visits): state.visits for _, _, state in states_in(model, VisitRewrite)}.values())
 
 
 def declare_index(model: nn.Module) -> None:
@@ -213,9 +206,7 @@ def declare_index(model: nn.Module) -> None:
 
     Trainers drop batch keys that the signature does not name. The class of an unpickled model lacks the name.
     """
-    for module in model.modules():
-        if not (is_swapped(module) and isinstance(swap_state(module), VisitRewrite)):
-            continue
+    for _, module, _ in states_in(model, VisitRewrite):
         forward: Any = type(module).forward
         signature = inspect.signature(forward)
         if INDEX in signature.parameters:
