@@ -1,4 +1,5 @@
-"""Check of coded activations, module by module: their backward applies the levels of their code.
+"""Check of coded activations, module by module: their backward applies the levels of their code. And the errors of
+their derivatives on the inputs that the modules get in a model (:func:`code_errors`).
 
 Each module runs alone on random inputs. The derivative that its backward applies must be the level that the code's
 definition gives (`memopt.kernels.derivative_codes.schemes`), recomputed here from thresholds or the exact derivative.
@@ -9,16 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.derivative_codes.codes import derivative_code
+from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, encode
 from memopt.kernels.derivative_codes.schemes import DerivativeCode, derivative
 from memopt.patches.activation.module import ActivationRewrite
 from memopt.patches.capabilities import Trial
 from memopt.patches.checks import Check, limited
-from memopt.patches.swap import is_swapped, original_class, swap_state
+from memopt.patches.swap import original_class, states_in
 from memopt.torch_compat.activations import ACTIVATIONS
 
 _INPUTS, _SCALE = 8192, 3.0
@@ -35,9 +37,8 @@ def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
     """Two checks: the derivatives that coded modules apply, and the errors of their codes."""
     model = trial.patched(*settings)
     off, tables = {}, {}
-    for name, module in model.named_modules():
-        state = swap_state(module) if is_swapped(module) else None
-        if isinstance(state, ActivationRewrite) and state.code is not None and state.is_always_coded:
+    for name, module, state in states_in(model, ActivationRewrite):
+        if state.code is not None and state.is_always_coded:
             stock = functools.partial(original_class(module).forward, module)
             shipped = derivative_code(state.kind, state.code.scheme) if state.kind in ACTIVATIONS else state.code
             off[name] = _off_its_levels(module, stock, shipped)
@@ -80,3 +81,24 @@ def _error(stock: functools.partial[Tensor], code: DerivativeCode) -> float:
     density, exact = torch.exp(-z.square() / 2), derivative(stock, z)
     applied, _ = _levels(z, stock, code, torch.tensor(code.levels, dtype=torch.float64))
     return float((((applied - exact).square() * density).sum() / (exact.square() * density).sum()).sqrt())
+
+
+@contextmanager
+def code_errors(model: nn.Module) -> Iterator[list[float]]:
+    """Inside, each call of a coded activation adds the relative error of its derivative on that input to the list."""
+    errors: list[float] = []
+
+    def measure(code: DerivativeCode, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        z = args[0].detach().float()
+        stock = functools.partial(original_class(module).forward, module)
+        with torch.no_grad():
+            exact = derivative(stock, z).double()
+            approximate = apply_code(torch.ones_like(z), encode(z, code), code).double()
+        off, size = float((approximate - exact).square().sum()), float(exact.square().sum())
+        errors.append((off / size) ** 0.5 if size else float("inf") if off else 0.0)
+
+    with ExitStack() as hooks:
+        for _, module, state in states_in(model, ActivationRewrite):
+            if state.code is not None:
+                hooks.enter_context(module.register_forward_hook(functools.partial(measure, state.code)))
+        yield errors

@@ -119,7 +119,7 @@ class ActivationPatch(Patch, Checks):
         return verify_codes(trial, self.farthest(trial.recipe))
 
     def derivative_errors(self, model: nn.Module) -> AbstractContextManager[list[float]]:
-        from memopt.patches.activation.errors import code_errors
+        from memopt.patches.activation.checks import code_errors
 
         return code_errors(model)
 
