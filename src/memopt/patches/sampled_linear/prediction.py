@@ -86,13 +86,11 @@ def errors_found(model: nn.Module, samplings: Mapping[str, Sampling]) -> Iterato
         found[name] = LinearError(name, error(scores=norms), error(scores=best), size)
 
     errors: list[LinearError] = []
-    handles = [model.get_submodule(name).register_forward_hook(functools.partial(ran, name)) for name in samplings]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name in samplings:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(functools.partial(ran, name)))
         yield errors
-    finally:
-        for handle in handles:
-            handle.remove()
-        errors += [found[name] for name in samplings if name in found]
+    errors += [found[name] for name in samplings if name in found]
 
 
 @dataclass(frozen=True)
