@@ -11,6 +11,7 @@ from torch import nn
 
 from memopt.environment.partitioned import gathered, hooks_lifted, offloads
 from memopt.patches.base import PlanView, Rows
+from memopt.patches.functions import patch_functions
 from memopt.patches.registry import patches
 from memopt.patches.scope import ScopeRewrite, patch_scope
 from memopt.patches.scopes import choose_scopes
@@ -45,10 +46,14 @@ def apply(model: nn.Module, plan: PlanView, *, folded: Collection[str] = ()) -> 
         plan: the rewrites. Norms that it folds are only shared here, because folds change checkpoints.
         folded: names of norms whose affine is already folded into other weights of `model`.
     """
-    live = _Live(model, dict(model.named_modules()), plan, folded, choose_scopes(plan))
+    every = {patch: patch.scope(plan) for patch in patches()}
+    live = _Live(model, dict(model.named_modules()), plan, folded, choose_scopes(plan, [*every.values()]))
     with hooks_lifted(model):
-        for patch in patches():
+        for patch, its in every.items():
             patch.apply(live)
+            for name, mode in its.modes.items():
+                if name not in live.scopes:  # a module's own scope enters its modes
+                    live.attempt(patch.name, name, patch_functions, mode)
         for name, scope in live.scopes.items():
             if not is_swapped(live.modules[name]):
                 live.attempt(SCOPE, name, patch_scope, scope)
@@ -56,8 +61,8 @@ def apply(model: nn.Module, plan: PlanView, *, folded: Collection[str] = ()) -> 
             patch.finish(live)
     rows: dict[str | None, Rows | None] = {patch.name: patch.rows for patch in patches()}
     for by, name, reason in live.refused:
-        if (its := rows.get(by)) is not None:
-            plan = plan.left(its.kind, name, reason)
+        if (of_patch := rows.get(by)) is not None:
+            plan = plan.left(of_patch.kind, name, reason)
     refused = tuple((name, reason) for _, name, reason in live.refused)
     return Applied(plan, {patch: tuple(names) for patch, names in live.rewritten.items()}, refused)
 

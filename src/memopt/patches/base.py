@@ -210,7 +210,7 @@ class InScopes:
     excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Modules inside scopes -> families that do not hold in them."""
     modes: Mapping[str, Mode] = field(default_factory=dict)
-    """Module with a scope -> the context entered around each of its calls, with and without gradients."""
+    """Module -> the context around each of its calls, with and without gradients, inside its scope if it has one."""
     prepare: Callable[[str], Callable[[nn.Module], None] | None] | None = None
     """Name of a scope's module -> a function of that module, called when linears inside were exchanged (first call
     included). Unused where scopes are always open."""

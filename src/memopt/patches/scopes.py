@@ -9,14 +9,12 @@ from dataclasses import replace
 from torch import nn
 
 from memopt.patches.base import InScopes, PlanView
-from memopt.patches.registry import patches
 from memopt.patches.scope import ScopeRewrite
 from memopt.walk.sites import is_inside
 
 
-def choose_scopes(plan: PlanView) -> dict[str, ScopeRewrite]:
-    """Module name -> its scope."""
-    every = [patch.scope(plan) for patch in patches()]
+def choose_scopes(plan: PlanView, every: Sequence[InScopes]) -> dict[str, ScopeRewrite]:
+    """Module name -> its scope; `every` is the effect of each patch."""
     default = frozenset[str]().union(*(each.families for each in every))
     families = _scoped_families(plan, every, default)
     scopes = {name: ScopeRewrite(rules) for name, rules in families.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows
+from memopt.patches.base import EXCLUDED, LEFT, InScopes, Patch, PlanView, Rows
 from memopt.patches.capabilities import Checks
 from memopt.recompute.rules import ELEMENTWISE
 from memopt.walk.sites import Sites
@@ -40,14 +40,6 @@ class ChainsPatch(Patch, Checks):
 
     def frees(self, plan: PlanView) -> Collection[str]:
         return plan.chosen("chain")
-
-    def apply(self, live: Live) -> None:
-        from memopt.patches.chains.module import followed_chains
-        from memopt.patches.functions import patch_functions
-
-        for name in live.plan.chosen("chain"):
-            if name not in live.scopes:  # a module's own scope enters this context
-                live.attempt(self.name, name, patch_functions, followed_chains)
 
 
 PATCH = ChainsPatch()

@@ -68,15 +68,11 @@ class DropoutPatch(Patch, Reports):
         return InScopes(modes=dict.fromkeys(functions, seeded_in_training))
 
     def apply(self, live: Live) -> None:
-        from memopt.patches.dropout.functions import seeded_in_training
         from memopt.patches.dropout.module import patch_dropout
-        from memopt.patches.functions import patch_functions
 
         for site in live.plan.chosen("dropout"):
             if site.is_module:
                 live.attempt(self.name, site.name, patch_dropout)
-            elif site.name not in live.scopes:  # a module's own scope enters this context
-                live.attempt(self.name, site.name, patch_functions, seeded_in_training)
 
 
 PATCH = DropoutPatch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.patches.base import EXCLUDED, LEFT, InScopes, Patch, PlanView, Rows, Rules
 from memopt.patches.capabilities import Checks
 from memopt.walk.sites import FunctionSite, Sites
 
@@ -56,14 +56,6 @@ class ReplayedFunctionPatch(Patch, Checks):
 
     def frees(self, plan: PlanView) -> Collection[str]:
         return [site.name for site in plan.chosen("function")]
-
-    def apply(self, live: Live) -> None:
-        from memopt.patches.functions import patch_functions
-        from memopt.patches.replayed_function.module import ReplayedFunctions
-
-        for site in live.plan.chosen("function"):
-            if site.name not in live.scopes:  # a module's own scope enters this context
-                live.attempt(self.name, site.name, patch_functions, ReplayedFunctions(site.functions))
 
 
 PATCH = ReplayedFunctionPatch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.patches.base import EXCLUDED, LEFT, InScopes, Patch, PlanView, Rows, Rules
 from memopt.recompute.rules import PROBABILITIES
 from memopt.walk.sites import Sites
 
@@ -48,14 +48,6 @@ class SoftmaxPatch(Patch):
         names = plan.chosen(self.name)
         modes = {name: RecomputedSoftmaxes() for name in names}
         return InScopes(families=frozenset({PROBABILITIES}), outside=names, modes=modes)
-
-    def apply(self, live: Live) -> None:
-        from memopt.patches.functions import patch_functions
-        from memopt.patches.softmax.module import RecomputedSoftmaxes
-
-        for name in live.plan.chosen(self.name):
-            if name not in live.scopes:  # a module's own scope enters this context
-                live.attempt(self.name, name, patch_functions, RecomputedSoftmaxes())
 
 
 PATCH = SoftmaxPatch()
