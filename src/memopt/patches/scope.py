@@ -7,8 +7,9 @@ replaced nothing stays closed for the next calls of that form, and is opened aga
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.functions import Mode, run_inside
-from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
+from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state, wraps_any_forward
 from memopt.recompute.specs import Region, is_under_foreign_hooks
 from memopt.saved.scope import RecomputeScope
 from memopt.saved.slots import Compression
@@ -184,3 +185,26 @@ def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Modu
             output = run(module, *args, **kwargs)
         region.leaves(output)
     return output
+
+
+@contextlib.contextmanager
+def running_scopes(model: nn.Module) -> Iterator[list[str]]:
+    """Inside, the names of the running modules of `model` with a scope, the innermost last, behind an empty name.
+
+    For checks of the tensors that are saved when a scope ends.
+    """
+    running = [""]
+
+    def enter(name: str, *call: Any) -> None:
+        running.append(name)
+
+    def leave(*call: Any) -> None:
+        running.pop()
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            state = swap_state(module) if is_swapped(module) else None
+            if isinstance(getattr(state, "scope", state), ScopeRewrite):
+                hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+        yield running

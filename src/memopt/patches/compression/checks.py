@@ -6,20 +6,19 @@ one step; the mean error must be 0 within its standard errors. Each group's step
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from memopt.kernels.quantize.layout import GROUP, LEVELS
 from memopt.patches.capabilities import Trial
 from memopt.patches.checks import Check, limited
 from memopt.patches.compression.compressor import Compressor
-from memopt.patches.running import RunningScopes
+from memopt.patches.scope import running_scopes
 
 #: Largest allowed mean of the rounding errors, which are unbiased, in standard errors of that mean.
 _STANDARD_ERRORS = 6.0
@@ -28,8 +27,13 @@ _STANDARD_ERRORS = 6.0
 def verify_rounding(trial: Trial) -> Iterator[Check]:
     """Two checks: the largest error in steps, and the mean error."""
     model = trial.patched(*trial.recipe.without("sampled"))
-    with _Observed(model) as seen:
-        trial.step(model)
+    with running_scopes(model) as running:
+        seen = _Observed(running)
+        Compressor.observers.append(seen.saved)
+        try:
+            trial.step(model)
+        finally:
+            Compressor.observers.remove(seen.saved)
     if not seen.largest:
         yield Check("quantised.steps", "gradient", "blocks", "skip", detail="no tensor was quantised in this step")
         return
@@ -48,24 +52,15 @@ def verify_rounding(trial: Trial) -> Iterator[Check]:
 
 
 class _Observed:
-    """Context manager that compares quantised tensors with their originals, for each scope that saved tensors."""
+    """Compares quantised tensors with their originals, for each scope that saved tensors."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, running: Sequence[str]) -> None:
         self.largest: dict[str, float] = {}
         self.sums: dict[str, tuple[float, int]] = {}
         self.elements = 0
-        self._running, self._stack = RunningScopes(model), contextlib.ExitStack()
+        self._running = running
 
-    def __enter__(self) -> _Observed:
-        self._stack.enter_context(self._running)
-        Compressor.observers.append(self._saved)
-        self._stack.callback(Compressor.observers.remove, self._saved)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _saved(self, elements: Tensor, view: tuple[Any, ...]) -> Any:
+    def saved(self, elements: Tensor, view: tuple[Any, ...]) -> Any:
         """An observer of `Compressor`; returns the function that compares the decoded tensor with these elements."""
         values = elements.detach().double()
         groups = pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
@@ -77,7 +72,7 @@ class _Observed:
         rounding = 2 * rounding * max(torch.finfo(elements.dtype).eps, torch.finfo(torch.float32).eps)
         return functools.partial(
             self._decoded,
-            self._running.current,
+            self._running[-1],
             *(each.clone().as_strided(*view) for each in (values, steps, rounding)),
         )
 

@@ -23,10 +23,10 @@ from memopt.patches.capabilities import Checks, Trial
 from memopt.patches.checks import Check, limited
 from memopt.patches.record import record_of
 from memopt.patches.registry import having
-from memopt.patches.running import RunningScopes
 from memopt.patches.sampled_linear.module import samplings_in
 from memopt.patches.sampled_linear.prediction import SamplingErrors, errors_found
 from memopt.patches.sampled_linear.slot import observers
+from memopt.patches.scope import running_scopes
 from memopt.patches.swap import stock_forwards
 
 _REFERENCE = "fp32 run of the patched model that samples nothing"
@@ -148,9 +148,9 @@ def _weights_of_samples(model: nn.Module, off: dict[str, float]) -> Iterator[Non
         drawn = parts[(weights != 1) & (weights != 0)]  # the other rows are certain or have weight 0
         if len(drawn):
             here = max(here, float((drawn.max() - drawn.min()) / drawn.mean().abs()))
-        off[running.current] = max(off.get(running.current, 0.0), here)
+        off[running[-1]] = max(off.get(running[-1], 0.0), here)
 
-    with RunningScopes(model) as running:
+    with running_scopes(model) as running:
         observers.append(watch)
         try:
             yield
