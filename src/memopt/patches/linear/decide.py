@@ -1,17 +1,31 @@
-"""Choose the linears whose output is recomputed, and give the reasons for the others."""
+"""A recipe's rules for linears: choose the linears whose output is recomputed, and give the reasons for the others."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from typing import Annotated, Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, OFF, READS, PlanView, any_matches
-from memopt.patches.linear.rules import LinearRules
+from memopt.patches.base import EXCLUDED, LEFT, OFF, READS, PlanView, Rules, any_matches, one_or_more
 from memopt.walk.sites import LinearSite, is_inside
 
 RECOMPUTE = "recompute output"
 #: An output with fewer channels than the hidden size / _NARROW (an adapter's) is recomputed only if it is named.
 _NARROW = 4
+
+
+class LinearRules(Rules):
+    """Whether outputs of linears are recomputed in backward instead of saved."""
+
+    key = "linears"
+
+    recompute: Annotated[Literal["none", "auto"] | tuple[str, ...], one_or_more(OFF, "auto")] = "none"
+    """Names (shell wildcards) of linears whose module runs again in backward; ``auto``: every linear for which that
+    saves bytes."""
+
+    @property
+    def is_off(self) -> bool:
+        return self.recompute == OFF
 
 
 def decide_linear(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str]:

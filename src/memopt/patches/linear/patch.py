@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 
 from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, PlanView, Rows, matches
 from memopt.patches.capabilities import Checks, Levels, Output, Reports, Saves
-from memopt.patches.linear.decide import RECOMPUTE, decide_linear, output_levels, recomputed_producers, weighing_modules
-from memopt.patches.linear.rules import LinearRules
+from memopt.patches.linear.decide import (
+    RECOMPUTE,
+    LinearRules,
+    decide_linear,
+    output_levels,
+    recomputed_producers,
+    weighing_modules,
+)
 from memopt.recompute.rules import LINEAR, WEIGHT
 from memopt.walk.sites import LinearSite, Sites, is_inside
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memopt.patches.base import OFF, Effect, one_or_more
-from memopt.patches.linear.rules import LinearRules
+from memopt.patches.linear.decide import LinearRules
 
 
 class SampledLinearRules(LinearRules):
