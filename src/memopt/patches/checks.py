@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -66,6 +66,11 @@ def limited(
 def skipped(id: str, subject: str, why: str) -> Check:
     """A check that could not be made."""
     return Check(id, _level_of(id), subject, "skip", detail=why)
+
+
+def worst_name(values: Mapping[str, float]) -> str:
+    """The name with the largest value, NaN above all; empty if there is none."""
+    return max(values, key=lambda name: (values[name] != values[name], values[name]), default="")
 
 
 def worst_of_each(checks: Iterable[Check]) -> list[Check]:

@@ -19,7 +19,7 @@ from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, e
 from memopt.kernels.derivative_codes.schemes import DerivativeCode, derivative
 from memopt.patches.activation.module import ActivationRewrite
 from memopt.patches.capabilities import Trial
-from memopt.patches.checks import Check, limited
+from memopt.patches.checks import Check, limited, worst_name
 from memopt.patches.swap import original_class, states_in
 from memopt.torch_compat.activations import ACTIVATIONS
 
@@ -51,7 +51,7 @@ def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
 
 
 def _check(id: str, values: dict[str, float], metric: str, limit: float, reason: str, reference: str) -> Check:
-    worst = max(values, key=lambda name: (values[name] != values[name], values[name]))
+    worst = worst_name(values)
     return limited(id, worst, values[worst], limit, metric, reason, reference, len(values), level="gradient")
 
 

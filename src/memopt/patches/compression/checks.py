@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from memopt.kernels.quantize.layout import GROUP, LEVELS
 from memopt.patches.capabilities import Trial
-from memopt.patches.checks import Check, limited
+from memopt.patches.checks import Check, limited, worst_name
 from memopt.patches.compression.compressor import Compressor
 from memopt.patches.scope import running_scopes
 
@@ -37,14 +37,14 @@ def verify_rounding(trial: Trial) -> Iterator[Check]:
     if not seen.largest:
         yield Check("quantised.steps", "gradient", "blocks", "skip", detail="no tensor was quantised in this step")
         return
-    worst = max(seen.largest, key=lambda name: (seen.largest[name] != seen.largest[name], seen.largest[name]))
+    worst = worst_name(seen.largest)
     yield limited(
         "quantised.steps", worst, seen.largest[worst], 1.0, "largest error of an element, in steps",
         "the largest error of rounding to a level", "the saved tensors, and steps computed from them", seen.elements,
         level="gradient",
     )  # fmt: skip
     bias = {name: abs(total) / (0.5 * count**0.5) for name, (total, count) in seen.sums.items()}
-    worst = max(bias, key=lambda name: bias[name])
+    worst = worst_name(bias)
     yield limited(
         "quantised.bias", worst, bias[worst], _STANDARD_ERRORS, "mean error of saved elements, in standard errors",
         "stochastic rounding has no bias", "what was saved", seen.elements, level="gradient",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memopt.environment.generators import seed_cpu
 from memopt.kernels.sampled_linear.sampling import Method
 from memopt.patches.capabilities import Checks, Trial
-from memopt.patches.checks import Check, limited
+from memopt.patches.checks import Check, limited, worst_name
 from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.patches.sampled_linear.module import samplings_in
@@ -86,7 +86,7 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
         where = _culprit(trial, model, list(samplings), draws, exact) or where
     metric = "largest relative difference of a gradient that is not sampled"
     yield _check("sampling.others", where, off, _ROUNDING, metric, "they are exact")
-    worst = _worst(weights)
+    worst = worst_name(weights)
     yield _check(
         "sampling.weights", worst or "samples", weights.get(worst, 0.0), _ROUNDING,
         "sum of weight x score, sample / all rows, less 1", "each weight is the inverse of its row's probability",
@@ -174,14 +174,9 @@ def _each(draws: _Draws, predicted: dict[str, float]) -> Iterator[Check]:
         ("sampling.weight_scale", parts, "part of the exact gradient in the draws, less 1, in standard errors"),
     ):
         if values:
-            worst = _worst(values)
+            worst = worst_name(values)
             reason = "one weight of hundreds: six standard errors"
             yield _check(id, worst, values[worst], EACH_STANDARD_ERRORS, metric, reason, n=len(values))
-
-
-def _worst(values: dict[str, float]) -> str:
-    """The name with the largest value, NaN above all; empty if there is none."""
-    return max(values, key=lambda name: (values[name] != values[name], values[name]), default="")
 
 
 @dataclass
@@ -224,7 +219,7 @@ class _Draws:
             name: _rms(gradients[name] - exact[name]) / (size + least) if size + least else 0.0
             for name, size in sizes.items()
         }
-        worst = _worst(off)
+        worst = worst_name(off)
         return off.get(worst, 0.0), worst
 
     @property
