@@ -13,7 +13,7 @@ from memopt.kernels.activation import function as activation
 from memopt.kernels.gated_mlp import function as gated
 from memopt.kernels.linear import function as linear
 from memopt.kernels.linear.weighted import WeightedFunction
-from memopt.kernels.replay.call import ReplayedCallFunction
+from memopt.kernels.replay.function import ReplayedCallFunction
 from memopt.patches.activation import module as activation_module
 from memopt.patches.linear import module as linear_module
 from tests.mutation.acting import (

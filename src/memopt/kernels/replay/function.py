@@ -1,4 +1,4 @@
-"""A module that saves only its inputs, and runs its own forward again in backward.
+"""A module or function that saves only its inputs, and runs its own code again in backward.
 
 For modules without an operator here, in which autograd saves more than the inputs: a gated norm, written as a dozen
 operations in fp32, saves most of their results. Value and gradients equal the stock module's to the last bit, since the
@@ -7,12 +7,16 @@ on large inputs by pieces, so that its intermediates stay small: only then resul
 
 Saved for backward: the inputs, and copies of the parameters (small vectors). The output can be recomputed, so its
 readers save a handle inside a `memopt.saved.RecomputeScope`.
+
+:func:`replayed_call` is for a pure function, of which only the arguments are saved. Linear attention in plain PyTorch
+(the gated delta rule, state space models) saves dozens of fp32 intermediates for each chunk of tokens, more than the
+rest of its block.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +26,16 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, is_batched, refuse_double_backward
 from memopt.kernels.base.pieces import pieces
+from memopt.recompute.pure import with_tensors, without_tensors
 from memopt.recompute.rules import ELEMENTWISE, NORMALISED, register_operator
 from memopt.recompute.specs import Recomputed, attach_spec
-from memopt.torch_compat import FakeTensor
+from memopt.recompute.versions import versions_of
+from memopt.torch_compat import FakeTensor, tree_leaves
 
 #: run(inputs, parameters) -> the module's output
 Replay = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+#: run(tensors) -> the result of a pure function: tensors and plain values, in tuples and lists.
+Run = Callable[[Sequence[Tensor]], Any]
 #: Least elements of a piece: an operation on it takes longer than its launch.
 LEAST = 1 << 23
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
@@ -209,3 +217,65 @@ def _value(run: Replay, count: int, autocast: torch.dtype | None, *tensors: Tens
 
 register_operator("ReplayFunctionBackward", NORMALISED)
 register_operator("ChainFunctionBackward", ELEMENTWISE)
+
+
+def replayed_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], differentiable: Sequence[bool]
+) -> Any:
+    """``function(*args, **kwargs)``, saving only the tensors among its arguments. It can be differentiated once.
+
+    Args:
+        function: pure (`memopt.recompute.pure`).
+        differentiable: for each tensor of the result, in order, whether it requires a gradient.
+
+    Raises:
+        RuntimeError: `function` changed an argument in place.
+    """
+    values = tuple(args), dict(kwargs)
+    tensors, template = _tensors(values), without_tensors(values)
+
+    def run(given: Sequence[Tensor]) -> Any:
+        positional, named = with_tensors(template, given)
+        return function(*positional, **named)
+
+    returned: list[Any] = []
+    outputs = ReplayedCallFunction.apply(run, tuple(differentiable), returned, *tensors)  # type: ignore[no-untyped-call]
+    return with_tensors(returned[0], outputs)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+class ReplayedCallFunction(torch.autograd.Function):
+    """Saves the tensors among the arguments; backward runs `run` again and differentiates it."""
+
+    __memopt_saves__ = "function input"
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, differentiable: tuple[bool, ...], returned: list[Any], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.run, ctx.autocast = run, autocast_dtype(tensors[0])
+        ctx.set_materialize_grads(False)
+        before = versions_of(tensors)
+        result = run(tensors)
+        outputs = _tensors(result)
+        returned.append(without_tensors(result))
+        if versions_of(tensors) != before:  # autograd saves the changed tensors
+            why = "A function of the model's code changed its arguments in place: it cannot run again in backward."
+            raise RuntimeError(f"{why} Patch the model with functions.method=none.")
+        constants = (each for each, known in zip(outputs, differentiable, strict=True) if not known)
+        ctx.mark_non_differentiable(*constants)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            with autocast_as(ctx.autocast, tensors[0]):
+                return _tensors(ctx.run(tensors))
+
+        return None, None, None, *gradients_again(run, ctx.saved_tensors, ctx.needs_input_grad[3:], gradients)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from memopt.kernels.replay.call import replayed_call
+from memopt.kernels.replay.function import replayed_call
 from memopt.patches.swap import steps_aside
 from memopt.recompute.pure import NotPureError, differentiable, form_of
 from memopt.walk.models.plain import is_kernel
