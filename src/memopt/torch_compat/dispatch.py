@@ -29,10 +29,6 @@ class _Unavailable:
     __init__ = _refuse
 
 
-def _is_never(value: object) -> bool:
-    return False
-
-
 # -- trees of tensors -----------------------------------------------------------------------------------------------
 
 
@@ -81,7 +77,7 @@ else:
     TracingMode = type("TracingMode", (TorchDispatchMode,), dict(_direct))
     is_traceable_wrapper_subclass = find(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-        _is_never,
+        lambda value: False,
         "reports do not look inside sharded and quantised tensors",
     )
     FakeTensor = find(f"{_FAKE}.FakeTensor", type("FakeTensor", (Tensor,), {}), _NO_ESTIMATE)

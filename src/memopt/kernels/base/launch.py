@@ -113,9 +113,15 @@ def parse_table(text: str, source: str) -> Table:
 @contextlib.contextmanager
 def override(kernel: str, config: LaunchConfig) -> Iterator[None]:
     """Inside the `with`, `kernel` is launched with `config` for every size and dtype. For the tuner and the tests."""
+    global _table
     table = {**_table(), kernel: dict.fromkeys(("16", "32"), (TableEntry(None, config),))}
-    with _in_place_of_the_table(table):
+    before, _table = _table, lambda: table
+    _forget_plans()
+    try:
         yield
+    finally:
+        _table = before
+        _forget_plans()
 
 
 @contextlib.contextmanager
@@ -150,18 +156,6 @@ def _read_tables() -> Table:
 
 
 _table: Callable[[], Table] = functools.cache(_read_tables)
-
-
-@contextlib.contextmanager
-def _in_place_of_the_table(table: Table) -> Iterator[None]:
-    global _table
-    before, _table = _table, lambda: table
-    _forget_plans()
-    try:
-        yield
-    finally:
-        _table = before
-        _forget_plans()
 
 
 def _parse_kernel(kernel: str, by_bits: Any, source: str) -> dict[str, tuple[TableEntry, ...]]:

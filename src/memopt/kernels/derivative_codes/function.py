@@ -87,7 +87,11 @@ def _is_coded(node: Any) -> bool:
     return slot is not None and slot.is_coded
 
 
-@recomputable("CodableFunctionBackward", ELEMENTWISE, lambda node: hasattr(node, "slot") and not _is_coded(node))
+def _is_whole(node: Any) -> bool:
+    return hasattr(node, "slot") and not _is_coded(node)
+
+
+@recomputable("CodableFunctionBackward", ELEMENTWISE, _is_whole)
 def _output(node: Any) -> Tensor:
     (z,) = node.saved_tensors
     return recompute_activation(node.function, z, node.autocast)
@@ -113,11 +117,6 @@ class MaskableReluFunction(torch.autograd.Function):
         return dz, None
 
 
-def _kept_output(node: Any) -> Tensor:
-    h: Tensor = node.saved_tensors[0]
-    return h
-
-
 RULES["MaskableReluFunctionBackward"] = Rule(
-    _kept_output, lambda node: hasattr(node, "slot") and not _is_coded(node), ELEMENTWISE, of_copies_only=True
+    lambda node: node.saved_tensors[0], _is_whole, ELEMENTWISE, of_copies_only=True
 )

@@ -41,7 +41,8 @@ def set_implementation(model: nn.Module, implementation: str) -> None:
         swap_forward(model, _as_it_is, rewrite)
     except (ImportError, ValueError) as error:
         rewrite.undo(model)
-        raise ValueError(f"its attention cannot be {implementation}: {_first_sentence(error)}") from None
+        first_sentence = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+        raise ValueError(f"its attention cannot be {implementation}: {first_sentence}") from None
     if model.config._attn_implementation != implementation:
         model_class = type(model).__name__
         rewrite.undo(model)
@@ -58,10 +59,6 @@ def _settings(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None
             found[id(config)] = config
             waiting += [each for name in config.sub_configs if (each := getattr(config, name, None)) is not None]
     return [(config, config._attn_implementation) for config in found.values()]
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0].rstrip(".")
 
 
 @wraps_any_forward

@@ -243,16 +243,12 @@ def _hooks_as_before(hooked: Sequence[tuple[MutableMapping[int, Any], bool]]) ->
     changed = [(table, dict(table)) for table, had in hooked if had is not bool(table)]
     try:
         for table, now in changed:
-            table.clear() if now else table.update({-1: _does_nothing})
+            table.clear() if now else table.update({-1: lambda *given: None})
         yield
     finally:
         for table, now in changed:
             table.clear()
             table.update(now)
-
-
-def _does_nothing(*given: Any) -> None:
-    return None
 
 
 def _may_be_made_again(name: Any, value: Any) -> bool:
