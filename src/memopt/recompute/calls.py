@@ -19,14 +19,13 @@ from memopt.recompute.expression import VALUE, Beside, Expression, Other, Read, 
 from memopt.recompute.operations import at_hand
 from memopt.recompute.rules import PROBABILITIES, Node, Rule, rule_of
 from memopt.torch_compat import (
-    FakeTensor,
+    PLAIN_TYPES,
     held,
     saved,
     shows_saved,
     storage_id,
 )
 
-_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
 _BMM = "BmmBackward0" if shows_saved("BmmBackward0") else None
 _VIEWS = frozenset(
     f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Permute", "Transpose")
@@ -77,7 +76,7 @@ class Followed:
 
     def __init__(self, given: Iterable[Any]) -> None:
         """`given` are the arguments of the forward."""
-        self._given = {storage_id(each.untyped_storage()) for each in given if type(each) in _PLAIN_TYPES}
+        self._given = {storage_id(each.untyped_storage()) for each in given if type(each) in PLAIN_TYPES}
         self._known: dict[int, _Scores] = {}
 
     @property
@@ -105,7 +104,7 @@ class Followed:
     def product(self, function: Any, args: Sequence[Any], output: Any) -> None:
         """Record that `function`, one of `PRODUCTS`, returned `output` for `args`."""
         # If `output` is contiguous, the views after the product have kept the order of its elements.
-        if type(output) not in _PLAIN_TYPES or not output.is_contiguous() or output.storage_offset():
+        if type(output) not in PLAIN_TYPES or not output.is_contiguous() or output.storage_offset():
             return
         node: Node = output.grad_fn
         while node is not None and node.name() in _VIEWS:
@@ -149,7 +148,7 @@ class Followed:
             return
         # Tensors made here, if as large as the scores, would live longer and free nothing.
         here = 2 * _bytes([each for each in reads if each.made_here])
-        if here <= output.nbytes and all(type(each.tensor) in _PLAIN_TYPES for each in reads):
+        if here <= output.nbytes and all(type(each.tensor) in PLAIN_TYPES for each in reads):
             self._note(output, Expression(before.node, before.rule, tuple(steps), tuple(reads)))
 
     def _placed(self, each: Any, places: dict[int, Beside], reads: list[Read], saves: bool) -> Any:
@@ -183,7 +182,7 @@ class Followed:
 
 def _is_read_as_it_is(factor: Any, output: Tensor) -> bool:
     """Whether the product reads this factor itself, not a cast of it; false for a parameter, which may be sharded."""
-    if type(factor) not in _PLAIN_TYPES or isinstance(factor if factor._base is None else factor._base, nn.Parameter):
+    if type(factor) not in PLAIN_TYPES or isinstance(factor if factor._base is None else factor._base, nn.Parameter):
         return False
     return bool(factor.dim() > 2 and factor.dtype == output.dtype)
 

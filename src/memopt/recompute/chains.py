@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.recompute.pure import on_meta
-from memopt.torch_compat import FakeTensor, any_autocast_enabled, no_modes, no_torch_function, storage_id, tensor_hooks
+from memopt.torch_compat import PLAIN_TYPES, any_autocast_enabled, no_modes, no_torch_function, storage_id, tensor_hooks
 
-_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
 #: Beside elementwise functions, means and deviations of rows: they cost as little.
 _ELEMENTWISE = """add sub rsub mul div true_divide neg pow square exp exp2 expm1 log log2 log1p sqrt rsqrt abs
     sigmoid tanh relu relu6 silu gelu elu leaky_relu hardtanh softplus softsign mish logsigmoid clamp clip clamp_min
@@ -138,7 +137,7 @@ class Chains:
             if is_replaced and isinstance(output, Tensor) and (output.is_floating_point() or output.is_complex()):
                 output = self._replace(output, *_steps(call))  # type: ignore[misc]
             for part, each in enumerate(output) if isinstance(output, (tuple, list)) else ((None, output),):
-                if type(each) in _PLAIN_TYPES:
+                if type(each) in PLAIN_TYPES:
                     reference = weakref.ref(each, functools.partial(self._forget, id(each)))
                     self._known[id(each)] = reference, each._version, _Made(call, part)
         return output
@@ -146,7 +145,7 @@ class Chains:
     def _call(self, function: Any, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> ChainCall | None:
         """The operation, if it can be part of a chain."""
         is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-        if not is_recorded or not all(type(each) in _PLAIN_TYPES and not each.is_inference() for each in given):
+        if not is_recorded or not all(type(each) in PLAIN_TYPES and not each.is_inference() for each in given):
             return None
         if function is Tensor.__getitem__ and any(type(each) not in _INDICES for each in _leaves(args[1:])):
             return None

@@ -36,7 +36,7 @@ from memopt.saved.kept import Forwarded, Kept, ShapeOnly, alias_of, may_be_a_fun
 from memopt.saved.pinned import Holder, Packed, PinnedStorages
 from memopt.saved.slots import Compression, Compressor, Packing, Slot, settle
 from memopt.torch_compat import (
-    FakeTensor,
+    PLAIN_TYPES,
     current_graph_task_id,
     held,
     no_torch_function,
@@ -45,8 +45,6 @@ from memopt.torch_compat import (
     unpack_hooks,
 )
 
-#: Size, strides and offset may not describe a tensor of another class (sharded, nested, quantised).
-_PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 S = TypeVar("S", bound=Slot)
 #: A tensor that is kept as it is, with its version, or an object whose `unpack` returns the tensor.
 Saved = Packed | tuple[Tensor, int]
@@ -164,14 +162,14 @@ class _Pack:
             if tensor.is_leaf:
                 # A view that was made without gradients may own a graph through its base.
                 return (tensor if base is None else alias_of(tensor)), tensor._version
-            if self._pinned is None or type(tensor) not in _PLAIN_TYPES or not self._pinned.wants(tensor):
+            if self._pinned is None or type(tensor) not in PLAIN_TYPES or not self._pinned.wants(tensor):
                 return tensor.detach(), tensor._version
         return self._kept(tensor, by_function=may_be_a_function(frame or sys._getframe().f_back))
 
     def _kept(self, tensor: Tensor, *, by_function: bool) -> Packed:
         """The object for autograd in place of a tensor that is kept as it is, at least until the module is done."""
         packed, holder = self._held(tensor)
-        if self._pinned is not None and holder is not None and not by_function and type(tensor) in _PLAIN_TYPES:
+        if self._pinned is not None and holder is not None and not by_function and type(tensor) in PLAIN_TYPES:
             self._pinned.saved(holder, tensor)
         compressor = self.compressor
         # A leaf that an operation of PyTorch saves is data: a mask, a cast of a frozen weight.
@@ -381,7 +379,7 @@ def _innermost() -> _Pack | None:
 def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:
     """Whether size, strides and offset are enough to make `tensor` from its base."""
     return (
-        type(tensor) in _PLAIN_TYPES
+        type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.dtype == base.dtype

@@ -40,6 +40,7 @@ from memopt.torch_compat.autograd import (
 )
 from memopt.torch_compat.compiling import eagerly, keep_result, partition_traced_graph
 from memopt.torch_compat.dispatch import (
+    PLAIN_TYPES,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,

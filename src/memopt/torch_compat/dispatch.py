@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from memopt.errors import MemoptError
@@ -95,6 +95,10 @@ else:
     tree_map = find("torch.utils._pytree.tree_map", _own_tree_map, _TREES)
     tree_leaves = find("torch.utils._pytree.tree_leaves", _own_tree_leaves, _TREES)
 
+#: Types of tensors that size, strides and offset describe, and whose operations nothing overrides: no sharded, nested
+#: or quantised tensors.
+PLAIN_TYPES: frozenset[type] = frozenset({Tensor, nn.Parameter, FakeTensor})
+
 #: The meaning of each name:
 #: TorchDispatchMode               context manager; its ``__torch_dispatch__`` gets every operator called inside
 #: TracingMode                     the same, faster, where nothing inside is compiled
@@ -138,8 +142,7 @@ def known_values(tensor: Tensor | None) -> Tensor | None:
 
 # -- operators ------------------------------------------------------------------------------------------------------
 
-_OVERLOAD, _SCHEMA = "torch._ops.OpOverload", "torch._ops.OpOverload._schema"
-_overload: Any = find(_OVERLOAD, (), "operators called by their own name are not recognised")
+_overload: Any = find("torch._ops.OpOverload", (), "operators called by their own name are not recognised")
 # An instance attribute: the class only annotates it.
 operator_schema: Callable[[Any], Any] = attrgetter("_schema")
 if find("torch.ops.aten.mm.default._schema", None, _NO_WALK) is None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
@@ -36,7 +36,7 @@ from memopt.kernels.linear.weighted import followed, noted
 from memopt.recompute.rules import LINEAR, register_operator
 from memopt.recompute.specs import Differentiate, Recompute, Recomputed, RecomputeSpec, spec_of
 from memopt.torch_compat import (
-    FakeTensor,
+    PLAIN_TYPES,
     any_autocast_enabled,
     checkpointing_hook,
     current_graph_task_id,
@@ -45,15 +45,13 @@ from memopt.torch_compat import (
     tensor_hooks,
 )
 
-#: Weights of other types may override `F.linear`.
-_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
 LARGE = 2**16
 """Elements of a weight from which on its copy costs more than the host's time for an autograd function of memopt."""
 
 
 def is_plain(weight: object) -> bool:
-    """Whether `weight` is a tensor, a parameter or a fake tensor, and of no other subclass."""
-    return type(weight) in _PLAIN_TYPES
+    """Whether `weight` is a tensor, a parameter or a fake tensor: weights of other types may override `F.linear`."""
+    return type(weight) in PLAIN_TYPES
 
 
 def reads_spec(x: Any, weight: Tensor) -> RecomputeSpec | None:
@@ -61,7 +59,7 @@ def reads_spec(x: Any, weight: Tensor) -> RecomputeSpec | None:
 
     With a spec, the weight is trained and plain, and only autocast casts `x` or the weight. Not for compiled code.
     """
-    if not weight.requires_grad or type(weight) not in _PLAIN_TYPES:
+    if not weight.requires_grad or type(weight) not in PLAIN_TYPES:
         return None
     spec = spec_of(x)
     return None if spec is None or (x.dtype is not weight.dtype and autocast_dtype(x) is None) else spec
@@ -114,7 +112,7 @@ def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # a compiler's partitioner decides what is saved
         return False
     dtype = autocast_dtype(x)
-    if dtype is None or type(x) not in _PLAIN_TYPES or type(weight) not in _PLAIN_TYPES or weight.numel() < LARGE:
+    if dtype is None or type(x) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES or weight.numel() < LARGE:
         return False
     if weight.dtype in (dtype, torch.float64) or x.dtype is torch.float64 or not x.requires_grad:
         return False

@@ -30,7 +30,7 @@ from memopt.recompute.pure import with_tensors, without_tensors
 from memopt.recompute.rules import ELEMENTWISE, NORMALISED, register_operator
 from memopt.recompute.specs import Recomputed, attach_spec
 from memopt.recompute.versions import versions_of
-from memopt.torch_compat import FakeTensor, tree_leaves
+from memopt.torch_compat import PLAIN_TYPES, tree_leaves
 
 #: run(inputs, parameters) -> the module's output
 Replay = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -38,7 +38,6 @@ Replay = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 Run = Callable[[Sequence[Tensor]], Any]
 #: Least elements of a piece: an operation on it takes longer than its launch.
 LEAST = 1 << 23
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 
 
 def replayed(run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor], *, by_rows: bool = False) -> Tensor:
@@ -198,7 +197,7 @@ def _cut(tensors: Sequence[Tensor]) -> Iterator[tuple[slice, ...]] | None:
     first = tensors[0]
     if first.numel() < 2 * LEAST or first.is_meta or any(each.shape != first.shape for each in tensors):
         return None
-    if is_batched(tensors) or not all(type(each) in _PLAIN_TYPES for each in tensors):
+    if is_batched(tensors) or not all(type(each) in PLAIN_TYPES for each in tensors):
         return None
     dim = max(range(first.dim() - 1), key=first.size, default=None)
     if dim is None or first.size(dim) < 2:

@@ -21,11 +21,9 @@ from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.dropout.function import seeded_dropout
 from memopt.patches.reads import observed_reads
 from memopt.patches.swap import steps_aside, swap_forward
-from memopt.torch_compat import FakeTensor
+from memopt.torch_compat import PLAIN_TYPES
 from memopt.walk.probes.isolate import with_stand_ins
 
-#: Types that sizes, strides and an offset describe. Those of a sharded tensor do not describe its shards.
-_PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 OFF_WHERE_COMPILED = "dropouts keep masks; seeds need eager mode"
 _SHAPES = ((16, 256), (8, 16, 32), (4, 8, 8, 16))
 #: Allowed deviation of a share of elements, in standard deviations. Seeds are fixed, so results are repeatable.
@@ -64,7 +62,7 @@ def _forward(
 
 def may_be_seeded(x: Any) -> bool:
     """Whether a seed may replace a mask of `x` here: `x` is a plain floating-point tensor, in eager mode."""
-    if type(x) not in _PLAIN_TYPES or x.layout is not torch.strided or x.is_nested or not x.is_floating_point():
+    if type(x) not in PLAIN_TYPES or x.layout is not torch.strided or x.is_nested or not x.is_floating_point():
         return False
     # The answer must not depend on the grad mode: checkpointing runs a module first without gradients and later with
     # them, from one state of the generator, and both runs must get the same mask.

@@ -17,7 +17,6 @@ from memopt.patches.loss import operations, readers  # noqa: F401 - they registe
 from memopt.patches.loss.lazy import stand_for
 from memopt.patches.loss.rows import fits, product_rows
 from memopt.patches.loss.source import (
-    PLAIN_TYPES,
     Head,
     Inside,
     Snapshot,
@@ -31,6 +30,7 @@ from memopt.patches.reads import observed_reads
 from memopt.patches.record import record_of, recorded_in, warn_once
 from memopt.patches.swap import replaced_by, states_in, steps_aside, swap_forward
 from memopt.torch_compat import (
+    PLAIN_TYPES,
     fsdp_leaves_gathered,
     fsdp_takes_back,
     is_dropout,

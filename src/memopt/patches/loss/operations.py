@@ -20,9 +20,9 @@ from memopt.environment.partitioned import is_partitioned
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.patches.loss.lazy import HANDLERS, LazyLogits, stand_for
 from memopt.patches.loss.memory import empty
-from memopt.patches.loss.source import PLAIN_TYPES, Operation, Source, versions_of
+from memopt.patches.loss.source import Operation, Source, versions_of
 from memopt.recompute.expression import VALUE, Beside, Step, step
-from memopt.torch_compat import no_dispatch
+from memopt.torch_compat import PLAIN_TYPES, no_dispatch
 
 _ELEMENTWISE = """add __radd__ sub subtract rsub __rsub__ mul multiply __rmul__ div divide true_divide __rdiv__
     __rtruediv__ neg negative tanh sigmoid exp log pow square clamp clip clamp_min clamp_max"""

@@ -25,11 +25,10 @@ from memopt.environment.partitioned import is_partitioned, version_of_partitione
 from memopt.kernels.base.autograd import as_leaf, autocast_as
 from memopt.patches.swap import is_swapped, swap_state
 from memopt.recompute.expression import Step, after
-from memopt.torch_compat import FakeTensor, no_dispatch, storage_id
+from memopt.torch_compat import no_dispatch, storage_id
 
 #: For each tensor its version (the number of changes in place) and its storage.
 Versions = tuple[tuple[int, int], ...]
-PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 T = TypeVar("T")
 #: Head -> reasons why its logits were computed whole in a training step.
 whole: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
