@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import RecipeError
-from memopt.patches.checkpointing.module import AttentionLevel, patch_block
+from memopt.patches.checkpointing.module import patch_block
 from memopt.patches.checkpointing.offload import OffloadedInputs
 from memopt.plan.recipe import Recipe, load_recipe
 from tests.factories import tiny_inputs, tiny_model
@@ -277,7 +277,7 @@ def test_a_patched_block_does_not_hold_an_input_that_is_offloaded(keeps_attentio
 
     blocks, inputs = [Block().train() for _ in range(2)], OffloadedInputs()
     for block in blocks:
-        patch_block(block, None, True, inputs, AttentionLevel(keeps_attention))
+        patch_block(block, None, True, inputs, keeps_attention)
     hidden, originals = torch.randn(3, 4, requires_grad=True) * 2, []
     for block in blocks:
         originals.append(weakref.ref(hidden.untyped_storage()))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from memopt.patches.checkpointing import kept
 from memopt.patches.checkpointing.kept import KeptAttention
-from memopt.patches.checkpointing.module import AttentionLevel, patch_block
+from memopt.patches.checkpointing.module import patch_block
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
 
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
 def block(after=lambda y: y, *, keeps: bool) -> Block:
     module = Block(after)
-    patch_block(module, None, True, None, AttentionLevel(keeps))
+    patch_block(module, None, True, None, keeps)
     return module
 
 

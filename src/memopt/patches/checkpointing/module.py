@@ -35,16 +35,6 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 @dataclass(frozen=True)
-class AttentionLevel:
-    """How attention runs in a checkpointed block."""
-
-    is_kept: bool = False
-    """Whether its outputs are kept together with the block's input, so that attention runs only once."""
-    room: int = 0
-    """Bytes that its backward by groups of heads may take; 0: all heads at once."""
-
-
-@dataclass(frozen=True)
 class BlockRewrite:
     """State of a patched block: its level, and what its forward reads."""
 
@@ -53,7 +43,10 @@ class BlockRewrite:
     is_checkpointed: bool
     inputs: OffloadedInputs | None
     """The inputs of checkpointed blocks in CPU memory; None: the block's input stays on its device."""
-    attention: AttentionLevel = AttentionLevel()
+    keeps_attention: bool = False
+    """Whether outputs of attention are kept together with the block's input, so that attention runs only once."""
+    room: int = 0
+    """Bytes that attention's backward by groups of heads may take; 0: all heads at once."""
     state: BlockState = field(default_factory=BlockState, compare=False, repr=False)
 
     def run_again(self, block: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
@@ -61,7 +54,7 @@ class BlockRewrite:
         if torch.compiler.is_compiling():
             is_being_compiled(off="" if self.inputs is None else _NOT_OFFLOADED)
             function, args = without_caches(block, function, args) or (function, args)
-            contexts: dict[str, Any] = {"context_fn": compiled_contexts} if self.attention.is_kept else {}
+            contexts: dict[str, Any] = {"context_fn": compiled_contexts} if self.keeps_attention else {}
             return checkpoint(function, *args, use_reentrant=False, **contexts)
         without = without_caches(block, function, args)
         if without is None:
@@ -70,8 +63,8 @@ class BlockRewrite:
         if is_checkpointed_region() or steps_aside(without_gradients=False):  # other code checkpoints around the block
             return function(*args)
         place = None if self.inputs is None else self.inputs.of_a_block()
-        kept = KeptAttention(None if place is None else place.wait) if self.attention.is_kept else None
-        by_heads = ByHeads(self.attention.room) if self.attention.room else None
+        kept = KeptAttention(None if place is None else place.wait) if self.keeps_attention else None
+        by_heads = ByHeads(self.room) if self.room else None
         with _STAYS if place is None else place.hooks():
             twice = RunsTwice(self.state, block, function, args, kept, by_heads)
             return checkpoint(twice, *args, use_reentrant=False)
@@ -82,16 +75,19 @@ def patch_block(
     scope: ScopeRewrite | None,
     is_checkpointed: bool,
     inputs: OffloadedInputs | None,
-    attention: AttentionLevel = AttentionLevel(),
+    keeps_attention: bool = False,
+    room: int = 0,
 ) -> None:
     """Let `block` be checkpointed or not, whatever the model's own switch is; `inputs` keeps its input.
+
+    `keeps_attention` and `room` are as in :class:`BlockRewrite`.
 
     Raises:
         ValueError: the block cannot be swapped, or a second run would change the statistics of a batch norm.
     """
     if is_checkpointed and any(isinstance(m, _BATCH_NORMS) and m.track_running_stats for m in block.modules()):
         raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
-    rewrite = BlockRewrite(scope, is_checkpointed, inputs, attention)
+    rewrite = BlockRewrite(scope, is_checkpointed, inputs, keeps_attention, room)
     swap_forward(block, _switched if has_switch(block) else _wrapped, rewrite)
 
 

@@ -152,7 +152,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
     def apply(self, live: Live) -> None:
         if live.plan.recipe.rules(CheckpointingRules).is_off:
             return
-        from memopt.patches.checkpointing.module import AttentionLevel, has_switch, patch_block
+        from memopt.patches.checkpointing.module import has_switch, patch_block
         from memopt.patches.checkpointing.offload import OffloadedInputs
 
         chosen = set(live.plan.chosen(self.name))
@@ -163,10 +163,8 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
             if block in chosen or has_switch(live.modules[block]):
                 waits = inputs if block in offloaded else None
                 again = block in chosen
-                attention = AttentionLevel(
-                    again and _is_among(block, rules.keep), round(rules.attention_room * (1 << 20))
-                )
-                live.attempt(self.name, block, patch_block, live.scopes.get(block), again, waits, attention)
+                keeps, room = again and _is_among(block, rules.keep), round(rules.attention_room * (1 << 20))
+                live.attempt(self.name, block, patch_block, live.scopes.get(block), again, waits, keeps, room)
 
     def on_few_tokens(self, recipe: RecipeView) -> tuple[str, ...]:
         rules = recipe.rules(CheckpointingRules)
