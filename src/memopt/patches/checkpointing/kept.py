@@ -16,7 +16,6 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -132,15 +131,12 @@ class _Here:
         return self._tensor if self._tensor._version == self._version else None
 
 
-def compiled_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of the two runs of a compiled block: compilers support only PyTorch's own policies."""
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(_policy)
-    return contexts
-
-
 def _policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _is_attention(function) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+compiled_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+"""Makes the contexts of the two runs of a compiled block: compilers support only PyTorch's own policies."""
 
 
 @functools.cache
