@@ -20,7 +20,6 @@ Horvitz and Thompson's weights. This file has the samplers and their expected er
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -121,14 +120,13 @@ def expected_error(x: Tensor, dy: Tensor, scores: Tensor, k: int, method: Method
     if int(drawn.sum()) <= k:
         return math.sqrt(left_out / truth)
     x, dy, w = x[drawn], dy[drawn], w[drawn]
-    formula: Callable[[Tensor, Tensor, Tensor, int], float]
     if method == "uniform":
-        formula = _variance_of_uniform
+        variance = _variance_of_uniform(x, dy, w, k)
     elif method == "systematic":
-        formula = _variance_of_systematic
+        variance = _variance_of_systematic(x, dy, w, k)
     else:
-        formula = _variance_with_replacement(method)
-    return math.sqrt((max(formula(x, dy, w, k), 0.0) + left_out) / truth)
+        variance = _variance_with_replacement(x, dy, w, k, method)
+    return math.sqrt((max(variance, 0.0) + left_out) / truth)
 
 
 def _check(scores: Tensor, k: int, method: str) -> None:
@@ -221,14 +219,11 @@ def _variance_of_uniform(x: Tensor, dy: Tensor, w: Tensor, k: int) -> float:
     return n * (n - k) / (k * (n - 1)) * spread
 
 
-def _variance_with_replacement(method: str) -> Callable[[Tensor, Tensor, Tensor, int], float]:
-    def variance(x: Tensor, dy: Tensor, w: Tensor, k: int) -> float:
-        _, certain, rest = _split(w, k, method)
-        x, dy, rest = x[rest > 0], dy[rest > 0], rest[rest > 0]
-        second_moment = float((_squared_norms(x, dy) * rest.sum() / rest).sum())
-        return (second_moment - _square(x.t() @ dy)) / (k - int(certain))
-
-    return variance
+def _variance_with_replacement(x: Tensor, dy: Tensor, w: Tensor, k: int, method: str) -> float:
+    _, certain, rest = _split(w, k, method)
+    x, dy, rest = x[rest > 0], dy[rest > 0], rest[rest > 0]
+    second_moment = float((_squared_norms(x, dy) * rest.sum() / rest).sum())
+    return (second_moment - _square(x.t() @ dy)) / (k - int(certain))
 
 
 def _variance_of_systematic(x: Tensor, dy: Tensor, w: Tensor, k: int) -> float:
