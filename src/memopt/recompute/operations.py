@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -103,16 +104,12 @@ for _operation in OPERATIONS.values():
     if _operation.recompute is not None:
         recomputable(_operation.node, ELEMENTWISE)(_value_of(_operation))
 
-#: Operations that save their result. A cast of it need not be saved too, e.g. the 16-bit cast of an fp32 softmax.
-_KEEP_THEIR_RESULT = (operation.node for operation in OPERATIONS.values() if operation.saves == "output")
-for _name in ("SoftmaxBackward0", "ExpBackward0", *_KEEP_THEIR_RESULT):
-    RULES[_name] = Rule(lambda node: saved(node, "result"), lambda node: True, ELEMENTWISE, of_copies_only=True)
-
-#: Attention saves its output in the layout of the queries; the linear after it would save a copy in another layout.
-for _name in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu"):
-    RULES[f"ScaledDotProduct{_name}Backward0"] = Rule(
-        lambda node: saved(node, "output"), lambda node: True, ELEMENTWISE, of_copies_only=True
-    )
+# Operations that save their result. A cast of it need not be saved too, e.g. the 16-bit cast of an fp32 softmax.
+# Attention saves its output in the layout of the queries; the linear after it would save a copy in another layout.
+for _name, _fields in SAVED_FIELDS.items():
+    if _fields in (("result",), ("output",)):
+        _output = functools.partial(saved, field=_fields[0])
+        RULES[_name] = Rule(_output, lambda node: True, ELEMENTWISE, of_copies_only=True)
 
 # A rule that cannot read what its nodes saved would fail in backward.
 for _name in SAVED_FIELDS:

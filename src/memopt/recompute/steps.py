@@ -16,7 +16,7 @@ from torch import Tensor
 from memopt.recompute.expression import Branch, Step, cast_to, step
 from memopt.recompute.operations import signed
 from memopt.recompute.rules import Node
-from memopt.torch_compat import input_metadata, saved, shows_saved
+from memopt.torch_compat import PADS, input_metadata, saved, shows_saved
 
 FILL_KEY = "memopt.fill"
 
@@ -121,13 +121,6 @@ def _cast(node: Node) -> Step:
     return cast_to(input_metadata(node)[0].dtype)
 
 
-_PADS = {
-    f"{name}Pad{rank}DBackward0": mode
-    for name, mode in (("Reflection", "reflect"), ("Replication", "replicate"))
-    for rank in (1, 2, 3)
-}
-
-
 def _padded_by(mode: str) -> Callable[[Node], Step]:
     return lambda node: step(F.pad, *_constants(node, "padding"), mode)
 
@@ -165,7 +158,7 @@ STEP_OF: dict[str, Callable[[Node], Step]] = {
             "FlipBackward0": _calls(torch.flip, "dims"),
             REPEAT: _calls(Tensor.repeat, "repeats"),
             "IndexBackward0": lambda node: step(rows, node),
-            **{name: _padded_by(mode) for name, mode in _PADS.items()},
+            **{name: _padded_by(mode) for name, mode in PADS.items()},
         }
     ),
 }

@@ -14,6 +14,7 @@ the dictionaries ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``
 
 from memopt.torch_compat.autograd import (
     BATCH_NORMS,
+    PADS,
     SAVED_FIELDS,
     at_the_end_of_backward,
     call_its_backward,

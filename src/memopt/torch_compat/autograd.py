@@ -126,7 +126,12 @@ nothing. Without this name every forward counts as one inside backward.
 
 # -- saved tensors of a node ----------------------------------------------------------------------------------------
 
-_PADS = tuple(f"{mode}Pad{rank}DBackward0" for mode in ("Reflection", "Replication") for rank in (1, 2, 3))
+#: Node of a padding by values of the tensor -> its mode, as `torch.nn.functional.pad` takes it.
+PADS = {
+    f"{name}Pad{rank}DBackward0": mode
+    for name, mode in (("Reflection", "reflect"), ("Replication", "replicate"))
+    for rank in (1, 2, 3)
+}
 _ATTENTIONS = ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu")
 _ACTIVATED = (operation.node for operation in OPERATIONS.values() if operation.saves == "output")
 _RESULTS = ("SoftmaxBackward0", "ExpBackward0", *_ACTIVATED)
@@ -165,7 +170,7 @@ SAVED_FIELDS: dict[str, tuple[str, ...]] = {
     "CatBackward0": ("dim",),
     "StackBackward0": ("dim",),
     "ConstantPadNdBackward0": ("pad",),
-    **dict.fromkeys(_PADS, ("padding",)),
+    **dict.fromkeys(PADS, ("padding",)),
     **dict.fromkeys(_RESULTS, ("result",)),
     **{f"ScaledDotProduct{attention}Backward0": ("output",) for attention in _ATTENTIONS},
 }
