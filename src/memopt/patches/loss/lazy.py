@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from memopt.environment.partitioned import fetch_before
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
 from memopt.patches.loss.kept import note_backward, wait
-from memopt.patches.loss.memory import Memory, empty, shares_memory
-from memopt.patches.loss.metadata import FACTORIES, METADATA
+from memopt.patches.loss.memory import FACTORIES, METADATA, Memory, empty, shares_memory
 from memopt.patches.loss.source import Source, note
 from memopt.torch_compat import eagerly, tensor_hooks_slot, tree_leaves, tree_map, wrapper
 

@@ -1,4 +1,4 @@
-"""The memory of uncomputed logits: which logits are views of it, and how it is filled."""
+"""The memory of uncomputed logits: which logits are views of it, and how it is filled; and functions that need none."""
 
 from __future__ import annotations
 
@@ -65,3 +65,22 @@ def empty(shape: Sequence[int], like: Tensor | None = None) -> Tensor:
     """A form (meta tensor): contiguous of `shape`, or of a copy of a tensor with the form `like`."""
     with no_dispatch():
         return torch.empty(shape, device="meta") if like is None else torch.empty_like(like)
+
+
+_READ = """
+    shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_mps is_xpu is_meta is_sparse
+    is_quantized is_nested is_mkldnn itemsize nbytes names retains_grad output_nr _base
+"""
+_CALLED = """
+    size dim numel nelement ndimension element_size is_floating_point is_complex is_signed is_contiguous stride
+    get_device is_inference __len__ __hash__ storage_offset has_names is_same_size _is_view
+"""
+#: Attributes and functions that read no value.
+METADATA = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(Tensor, name)} | {
+    getattr(owner, name) for name in _CALLED.split() for owner in (Tensor, torch) if hasattr(owner, name)
+}
+
+_LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_like"
+_NEW = "new_empty new_full new_ones new_zeros"
+#: Functions that read no value either, and make a tensor of the same shape, or of the same dtype and device.
+FACTORIES = {getattr(torch, name) for name in _LIKE.split()} | {getattr(Tensor, name) for name in _NEW.split()}
