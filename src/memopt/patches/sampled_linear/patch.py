@@ -56,7 +56,8 @@ class SampledLinearPatch(Patch, Checks, Reports):
                 yield Entry("linear", site.parameter, "sample", reason)
 
     def notes(self, plan: PlanView) -> Iterator[str]:
-        rules, recipe, modules = plan.recipe.rules(SampledLinearRules), plan.recipe.name, _modules(plan)
+        rules, recipe = plan.recipe.rules(SampledLinearRules), plan.recipe.name
+        modules = {site.module for site in plan.sites.linears}
         for pattern in () if isinstance(rules.targets, str) or not modules else rules.targets:
             if not any(matches(name, pattern) for name in modules):
                 yield f"Recipe '{recipe}': {rules.key}.targets '{pattern}' matches no linear of this model."
@@ -117,10 +118,6 @@ class SampledLinearPatch(Patch, Checks, Reports):
             return not_measured(trial.recipe, "an adapter that was not trained yet has almost no gradient")
         note("Measuring the error of sampled gradients on the model's weights ...")
         return predicted_errors(trial)
-
-
-def _modules(plan: PlanView) -> set[str]:
-    return {site.module for site in plan.sites.linears}
 
 
 def _refusals(plan: PlanView, outputs: set[str]) -> dict[str, str]:
