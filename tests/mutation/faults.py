@@ -188,8 +188,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "softmax: scores that have changed since are recomputed",
-        "return known.expression if known.version == x._version else None",
-        "return known.expression",
+        "return known[2] if known[1] == tensor._version else None",
+        "return known[2]",
         _SOFTMAX,
     ),
     Fault(

@@ -8,9 +8,8 @@ factors, so the only tensors to keep are those that operations read beside the s
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from memopt.recompute.expression import VALUE, Beside, Expression, Other, Read, cast_to, step
 from memopt.recompute.operations import at_hand
 from memopt.recompute.rules import PROBABILITIES, Node, Rule, rule_of
+from memopt.recompute.versions import Noted
 from memopt.torch_compat import (
     PLAIN_TYPES,
     held,
@@ -63,32 +63,17 @@ STEPS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-class _Scores(NamedTuple):
-    """A followed tensor, with its expression."""
-
-    tensor: weakref.ref[Tensor]
-    version: int
-    expression: Expression
-
-
-class Followed:
+class Followed(Noted[Expression]):
     """The tensors of one forward that can be recomputed, with their expressions."""
 
     def __init__(self, given: Iterable[Any]) -> None:
         """`given` are the arguments of the forward."""
+        super().__init__()
         self._given = {storage_id(each.untyped_storage()) for each in given if type(each) in PLAIN_TYPES}
-        self._known: dict[int, _Scores] = {}
 
     @property
     def is_empty(self) -> bool:
         return not self._known
-
-    def expression_of(self, x: Any) -> Expression | None:
-        """The expression of `x`; None if `x` is not followed, or was changed in place since."""
-        known = self._known.get(id(x))
-        if known is None or known.tensor() is not x:
-            return None
-        return known.expression if known.version == x._version else None  # type: ignore[union-attr]
 
     def among(self, args: Sequence[Any]) -> tuple[Expression, Tensor] | None:
         """The first of these arguments that is followed, behind its expression."""
@@ -97,7 +82,7 @@ class Followed:
                 found = self.among(each)
                 if found is not None:
                     return found
-            elif (expression := self.expression_of(each)) is not None:
+            elif (expression := self.of(each)) is not None:
                 return expression, each
         return None
 
@@ -113,18 +98,18 @@ class Followed:
             return
         # The node has saved both factors if both need a gradient; otherwise only the factor without one.
         if all(edge is not None for edge, _ in node.next_functions):
-            self._note(output, Expression(node, _PRODUCT, (step(Tensor.view, output.shape),)))
+            self.note(output, Expression(node, _PRODUCT, (step(Tensor.view, output.shape),)))
         elif function is not torch.einsum and len(args) == 2 and all(_is_read_as_it_is(each, output) for each in args):
             held_by_node = [at_hand(held(node, name)) for name in ("self", "mat2")]
             saved_ids = {storage_id(each.untyped_storage()) for each in held_by_node if each is not None}
             storages = [storage_id(each.untyped_storage()) for each in args]
             reads = [self._read(each, is_saved=at in saved_ids) for each, at in zip(args, storages, strict=True)]
             if 2 * _bytes(reads) <= output.nbytes:
-                self._note(output, Expression(node, _READ, ((function, (Beside(0), Beside(1)), ()),), tuple(reads)))
+                self.note(output, Expression(node, _READ, ((function, (Beside(0), Beside(1)), ()),), tuple(reads)))
 
     def made_by_a_rule(self, output: Tensor) -> None:
         """Record the output of a node that has a rule; the backwards of all its readers run before the node's."""
-        self._note(output, Expression(output.grad_fn, rule_of(output.grad_fn)))
+        self.note(output, Expression(output.grad_fn, rule_of(output.grad_fn)))
 
     def step(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], before: Expression, x: Tensor, output: Any
@@ -149,14 +134,14 @@ class Followed:
         # Tensors made here, if as large as the scores, would live longer and free nothing.
         here = 2 * _bytes([each for each in reads if each.made_here])
         if here <= output.nbytes and all(type(each.tensor) in PLAIN_TYPES for each in reads):
-            self._note(output, Expression(before.node, before.rule, tuple(steps), tuple(reads)))
+            self.note(output, Expression(before.node, before.rule, tuple(steps), tuple(reads)))
 
     def _placed(self, each: Any, places: dict[int, Beside], reads: list[Read], saves: bool) -> Any:
         """The argument of a step that stands for `each`; tensors without a place are appended to `reads`."""
         if type(each) in (list, tuple):
             return tuple([self._placed(part, places, reads, saves) for part in each])
         if isinstance(each, Tensor) and id(each) not in places:
-            if (other := self.expression_of(each)) is not None:
+            if (other := self.of(each)) is not None:
                 reads += other.reads
                 return Other(other, len(reads) - len(other.reads))
             places[id(each)] = Beside(len(reads))
@@ -171,13 +156,6 @@ class Followed:
         made_here = storage_id(tensor.untyped_storage()) not in self._given
         # A tensor with a grad_fn may be saved as a handle: do not count on its being kept.
         return Read(tensor, tensor._version, made_here, is_saved and base.grad_fn is None and not is_parameter)
-
-    def _note(self, output: Tensor, expression: Expression) -> None:
-        if output.requires_grad:
-            key = id(output)
-            # The tensors that a step has read are held no longer than its output lives.
-            reference = weakref.ref(output, lambda _: self._known.pop(key, None))
-            self._known[key] = _Scores(reference, output._version, expression)
 
 
 def _is_read_as_it_is(factor: Any, output: Tensor) -> bool:

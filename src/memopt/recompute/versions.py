@@ -7,7 +7,9 @@ even in a graph. So the producer of a tensor that others may copy leaves a witne
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,28 @@ from memopt.recompute.rules import Node
 from memopt.torch_compat import FakeTensor
 
 _METADATA_KEY = "memopt.version"
+T = TypeVar("T")
+
+
+class Noted(Generic[T]):
+    """What is known of tensors with a gradient, by object, as long as they are alive and unchanged."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, T]] = {}
+
+    def note(self, tensor: Tensor, known: T) -> None:
+        if tensor.requires_grad:
+            key = id(tensor)
+            # What is known may hold other tensors: for no longer than `tensor` lives.
+            reference = weakref.ref(tensor, lambda _: self._known.pop(key, None))
+            self._known[key] = reference, tensor._version, known
+
+    def of(self, tensor: Any) -> T | None:
+        """What is known of `tensor`; None if nothing is, or if it was changed in place since."""
+        known = self._known.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            return None
+        return known[2] if known[1] == tensor._version else None  # type: ignore[union-attr]
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -13,8 +13,7 @@ While products are followed, the code that computes one notes its factors in :cl
 from __future__ import annotations
 
 import threading
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward, without_autocast
 from memopt.recompute.specs import RecomputeSpec
+from memopt.recompute.versions import Noted
 from memopt.torch_compat import checkpointing_hook, grouped_mm
 
 
@@ -45,22 +45,8 @@ class Product:
     """The dtype of the product; None until it was computed."""
 
 
-class Products:
-    """The factors of products, by their outputs, for as long as the outputs are alive."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Product]] = {}
-
-    def note(self, y: Tensor, product: Product) -> None:
-        if y.requires_grad:
-            key = id(y)
-            reference = weakref.ref(y, lambda _: self._known.pop(key, None))
-            self._known[key] = reference, y._version, product if product.dtype else replace(product, dtype=y.dtype)
-
-    def of(self, y: Tensor) -> Product | None:
-        """The product that computed `y`; None if it is not known, or if `y` was changed in place since."""
-        known = self._known.get(id(y))
-        return known[2] if known is not None and known[0]() is y and known[1] == y._version else None
+class Products(Noted[Product]):
+    """The products that computed tensors."""
 
 
 class _Followed(threading.local):
@@ -83,7 +69,7 @@ followed = _Followed()
 def noted(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec | None) -> Tensor:
     """Note that `y` is ``F.linear(x, weight, bias)``, and return it. Only while products are followed."""
     assert followed.products is not None
-    followed.products.note(y, Product(x, weight.t(), spec=spec, bias=bias))
+    followed.products.note(y, Product(x, weight.t(), spec=spec, bias=bias, dtype=y.dtype))
     return y
 
 

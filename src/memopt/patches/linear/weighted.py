@@ -59,8 +59,9 @@ class _Following(FollowingMode):
         y: Tensor = func(*args, **kwargs)
         with no_torch_function():
             product = _FACTORS[func](*args, **kwargs)
-            if product is not None and is_plain(y) and is_plain(product.a) and is_plain(product.matrix):
-                self._products.note(y, product)
+            is_known = product is not None and is_plain(product.a) and is_plain(product.matrix)
+            if product is not None and is_known and is_plain(y) and y.requires_grad:
+                self._products.note(y, replace(product, dtype=y.dtype))
         return y
 
     def _same_rows(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

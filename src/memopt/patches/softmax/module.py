@@ -131,7 +131,7 @@ class _Following(TorchFunctionMode):
         if dtype.itemsize < input.itemsize:
             return None
         nbytes = input.numel() * dtype.itemsize
-        scores = self._followed.expression_of(input)
+        scores = self._followed.of(input)
         if scores is not None and costs_less_than(nbytes, scores.reads):
             read = [each.tensor for each in scores.reads]
             return recomputed_softmax(input, dim, dtype, scores._replace(reads=()).value, read)
