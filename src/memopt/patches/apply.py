@@ -13,8 +13,7 @@ from memopt.environment.partitioned import gathered, hooks_lifted, offloads
 from memopt.patches.base import PlanView, Rows
 from memopt.patches.functions import patch_functions
 from memopt.patches.registry import patches
-from memopt.patches.scope import ScopeRewrite, patch_scope
-from memopt.patches.scopes import choose_scopes
+from memopt.patches.scope import ScopeRewrite, choose_scopes, patch_scope
 from memopt.patches.swap import is_swapped, replaced_by, unswap
 
 #: Key in :attr:`Applied.done` of modules that no patch rewrote and that only run in a scope.

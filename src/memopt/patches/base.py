@@ -201,7 +201,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class InScopes:
-    """The effect of a patch inside scopes (`memopt.patches.scopes`)."""
+    """The effect of a patch inside scopes (`memopt.patches.scope`)."""
 
     families: frozenset[str] = frozenset()
     """Families of recompute rules (`memopt.recompute.rules`) that hold in every scope."""

@@ -54,7 +54,7 @@ class GatedMLPPatch(Patch, Checks):
 
     def apply(self, live: Live) -> None:
         from memopt.patches.gated_mlp.module import patch_gated_mlp
-        from memopt.patches.scopes import innermost
+        from memopt.patches.scope import innermost
 
         plan = live.plan
         if plan.recipe.is_off("activations"):  # the recipe saves act(gate), which the operator would recompute
