@@ -312,6 +312,7 @@ def test_every_field_has_a_canary() -> None:
     assert all(torch_compat.shows_saved(name) for name in torch_compat.SAVED_FIELDS)
     assert not torch_compat.shows_saved("NoSuchBackward0")
     assert all(eps in torch_compat.SAVED_FIELDS[node] for node, eps in torch_compat.BATCH_NORMS.items())
+    assert all(torch_compat.SAVED_FIELDS[node] == ("padding",) for node in torch_compat.PADS)
 
 
 @pytest.mark.parametrize("name", _nodes())

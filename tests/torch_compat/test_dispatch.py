@@ -114,6 +114,7 @@ def test_fake_tensors_have_no_memory_and_can_be_left() -> None:
         with torch_compat.unset_fake_temporarily():
             real = torch.ones(2)
     assert isinstance(fake, torch_compat.FakeTensor)
+    assert type(fake) in torch_compat.PLAIN_TYPES
     assert type(real) is Tensor
 
 
