@@ -135,7 +135,7 @@ def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str,
 
 
 def look_at_heads(block: nn.Module, **options: Any) -> None:
-    """Patch heads that were replaced since the patch (by a resized vocabulary, say), and warn of what stays whole.
+    """Patch heads that were replaced since the patch (by a resized vocabulary, say), and warn of other replaced heads.
 
     Trainers may replace forwards as well: warn of :func:`replaced_forwards`.
 
