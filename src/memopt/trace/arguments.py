@@ -64,8 +64,8 @@ def example_of(config: PreTrainedConfig, sites: Sites, training: Training) -> Ex
     Raises:
         ModelError: no arguments of the model's forward are recognised.
     """
-    images = {"images": training.images, "image_side": training.image_side}
-    size = Training(training.batch, training.seq, training.precision, dropout=training.dropout, **images)
+    alone = Training(training.batch, training.seq, training.precision, dropout=training.dropout)
+    size = replace(alone, images=training.images, image_side=training.image_side)
     return _example(_Model(config, sites), size)
 
 
