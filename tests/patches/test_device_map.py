@@ -54,6 +54,23 @@ def test_patching_before_and_behind_the_hooks_are_one(overrides: tuple[str, ...]
     assert all(torch.equal(stock[1][name], gradient) for name, gradient in undone[1].items())
 
 
+@pytest.mark.parametrize("recipe", ["exact-unfolded", "exact-levels"])
+def test_a_model_whose_block_lies_on_disk_trains_as_stock(recipe: str, tmp_path: Path) -> None:
+    places = {**MAP, "model.layers.0": "cpu", "model.layers.1": "disk"}
+    del places["model.layers"]
+    found = []
+    for is_patched in (False, True):
+        model = tiny_model("llama", use_cache=False)
+        dispatch_model(model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+        if is_patched:
+            memopt.patch(model, recipe)
+        loss = model(**tiny_inputs("llama", 2, 16)).loss
+        loss.backward()
+        found.append((loss.detach(), model.model.layers[0].mlp.up_proj.weight.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_hooks_that_move_tensors_leave_the_loss_in_parts(when: str) -> None:
     model = tiny_model("llama", use_cache=False).train()

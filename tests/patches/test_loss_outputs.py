@@ -456,3 +456,31 @@ def test_logits_that_every_rank_has_to_gather_again_are_read_with_a_warning(monk
     with pytest.warns(UserWarning, match="a rank that reads them alone waits"):
         found = output.logits.argmax(-1)
     assert torch.equal(found, memopt.unpatch(model)(**batch).logits.argmax(-1))
+
+
+class _Doubled(torch.autograd.Function):
+    """Changes a copy in place, as collectives do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        x.mul_(2)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
+def test_a_plain_tensor_of_what_a_function_returned_has_its_gradient() -> None:
+    found = []
+    for is_patched in (False, True):
+        model = tiny_model("llama")
+        if is_patched:
+            memopt.patch(model, "exact-unfolded")
+        y = _Doubled.apply(model(**tiny_inputs("llama", 2, 8)).logits).as_subclass(Tensor)  # type: ignore[no-untyped-call]
+        (y * torch.arange(y.numel()).view(y.shape).sin()).sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -471,3 +471,27 @@ def test_an_output_that_is_saved_outside_of_every_scope_is_left_and_the_plan_say
     assert not entries["vocab_transform.weight"].rewritten
     assert "saved by gelu in activation" in entries["vocab_transform.weight"].reason
     assert entries["distilbert.transformer.layer.0.ffn.lin1.weight"].action == "recompute output"
+
+
+class _OwnLinear(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def test_proofs_in_a_checkpointed_block_save_nothing_there() -> None:
+    found = []
+    for is_patched in (False, True):
+        model = tiny_model("llama", use_cache=False)
+        if is_patched:
+            memopt.patch(model, "exact-levels")
+        for block in model.model.layers:  # proved to be a linear in the block's next forward
+            block.mlp.up_proj = _OwnLinear(block.mlp.up_proj)
+        for _ in range(2):
+            model(**tiny_inputs("llama", 2, 16)).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)

@@ -49,3 +49,39 @@ def train(rank: int, folder: str, checkpointing: bool, autocast: bool) -> None:
 @pytest.mark.parametrize(("checkpointing", "autocast"), [(False, False), (True, False), (False, True)])
 def test_gradients_are_those_of_the_stock_model(tmp_path, checkpointing, autocast):
     run_ranks(train, str(tmp_path), checkpointing, autocast)
+
+
+def train_by_flat_parameters(rank: int, folder: str, original: bool, wrapper: bool) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    inputs, gradients = tiny_inputs("llama", 2, 16), []
+    blocks = {type(tiny_model("llama").model.layers[0])}
+    for patched in (False, True):
+        model = tiny_model("llama", use_cache=False).train()
+        if patched:
+            memopt.patch(model)
+        if not wrapper:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        sharded = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy(blocks), device_id=torch.device("cpu"), use_orig_params=original
+        )
+        if wrapper:  # as accelerate does for fsdp_activation_checkpointing
+            apply_activation_checkpointing(sharded, check_fn=lambda module: type(module) in blocks)
+        for _ in range(2):
+            sharded.zero_grad()
+            sharded(**inputs).loss.backward()
+        gradients.append([p.grad.clone() for p in sharded.parameters() if p.grad is not None])
+    torch.distributed.destroy_process_group()
+    stock, ours = gradients
+    assert len(stock) == len(ours) > 0
+    for one, other in zip(stock, ours, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("original", "wrapper"), [(True, False), (True, True), (False, False)])
+def test_flat_parameters_under_checkpointing_have_the_stock_gradients(tmp_path, original, wrapper):
+    run_ranks(train_by_flat_parameters, str(tmp_path), original, wrapper)

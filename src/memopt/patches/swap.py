@@ -11,11 +11,11 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from memopt.patches.compiled import is_being_compiled
@@ -176,6 +176,17 @@ def is_watched(module: nn.Module) -> bool:
     if any(module_hooks(module)) or (has_any_global_hook() and not is_observed()):
         return True
     return "forward" in module.__dict__ or "parametrizations" in module._modules or nn.Linear.forward is not _LINEAR
+
+
+def with_those_aside(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """The parameters of `module`, with a weight and bias that FSDP1 put aside as plain attributes.
+
+    In a forward that checkpointing repeats in backward, FSDP1 holds them so; in the first forward they are parameters.
+    Not a weight that a hook computes before each forward.
+    """
+    own = vars(module)
+    aside = {} if any(module_hooks(module)[1]) else {name: own.get(name) for name in ("weight", "bias")}
+    return {**module._parameters, **{name: each for name, each in aside.items() if type(each) is Tensor}}
 
 
 def replaced_by(module: nn.Module) -> str | None:

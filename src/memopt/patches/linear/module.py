@@ -6,6 +6,7 @@ may include the activation's backward, and then recomputes the activation's outp
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,16 @@ from memopt.kernels.linear.weighted import followed, noted
 from memopt.patches.linear.adapted import AdaptedRewrite, as_adapted, reads_specs, run_adapted
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.reads import Reads, observed_reads
-from memopt.patches.swap import is_swapped, is_watched, restore_forward, state_of, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import (
+    is_swapped,
+    is_watched,
+    restore_forward,
+    state_of,
+    steps_aside,
+    swap_forward,
+    swap_state,
+    with_those_aside,
+)
 from memopt.recompute.specs import SPEC_ATTRIBUTE, shared_cast
 from memopt.saved.scope import unseen
 from memopt.torch_compat import any_autocast_enabled, no_torch_function
@@ -101,7 +111,8 @@ def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
         for inner in module.modules():  # inside an adapter now; only the module around it recomputes its output
             if state_of(inner, OutputRewrite) is not None and inner not in standing.values():
                 restore_forward(inner)
-        patch_output(module, input_is_saved=outputs[name])
+        with contextlib.suppress(ValueError):  # replaced since, or wrapped by a tool: it stays stock
+            patch_output(module, input_is_saved=outputs[name])
 
 
 @reads_specs
@@ -120,8 +131,10 @@ def _forward(
 def _reading(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, x: Any, args: Any, kwargs: dict[str, Any]
 ) -> Tensor:
-    parameters = module._parameters
+    parameters: Mapping[str, Tensor | None] = module._parameters
     # A tool that computes weight or bias from other tensors removes them from the parameters.
+    if "weight" not in parameters:
+        parameters = with_those_aside(module)
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1 or steps_aside():
         return stock(module, *args, **kwargs)

@@ -142,7 +142,10 @@ class LazyLogits(Tensor):
 
     def as_subclass(self, cls: Any) -> Any:
         """`value` as `cls`: PyTorch's method would read this tensor's own graph, which may lag behind its value's."""
-        return self.compute().as_subclass(cls)
+        value = self.compute()
+        for each in self.family:
+            each.follow()
+        return value.as_subclass(cls)
 
     @property
     def family(self) -> list[LazyLogits]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -147,7 +148,8 @@ def look_at_heads(block: nn.Module, **options: Any) -> None:
     for _, head, arguments in list(replaced_heads(model)):
         # The forward of this class is known. Other classes need a proof, which must not run inside a forward.
         if type(head) is nn.Linear and "forward" not in vars(head) and head.in_features == arguments["inputs"]:
-            patch_head(head, head.in_features, head.out_features, **options)
+            with contextlib.suppress(ValueError):
+                patch_head(head, head.in_features, head.out_features, **options)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_rank() == 0:
         warn_once(model, remarks_on(model))

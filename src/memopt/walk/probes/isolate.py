@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.torch_compat import module_hooks, no_forward_hooks
+from memopt.torch_compat import module_hooks, no_forward_hooks, without_foreign_hooks
 from memopt.walk.aten.precision import Float64Mode
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
@@ -128,7 +128,7 @@ def is_differentiated(call: Callable[[], Tensor | None], leaves: Sequence[Tensor
     """
     for leaf in leaves:
         leaf.requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), without_foreign_hooks():  # a proof may run in a forward that is checkpointed
         y = call()
         if y is None or not y.requires_grad:
             return False
