@@ -30,6 +30,7 @@ from memopt.trace.trace import parameters_of
 from memopt.trace.tracer import Tracer, trace_ahead
 from memopt.trace.training import ALL_LINEAR, Precision, Request, Step, Training
 from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import is_own_code, trust_code
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 
@@ -122,6 +123,8 @@ def plan_model(
         )
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
+    if is_own_code(type(base)):
+        trust_code(config)  # it runs already
     parameters = list(parameters_of(model))
     weights = Counter[torch.dtype]()
     for each in parameters:

@@ -11,13 +11,15 @@ import inspect
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import huggingface_hub
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from memopt.environment.files import (
     MAX_CONFIG_NESTS,
@@ -83,13 +85,33 @@ def load_config(
             f"{transformers.__version__}: {one_line(error)}."
         ) from error
     assert isinstance(config, PreTrainedConfig)
+    if trust_remote_code:
+        trust_code(config)
+    elif _lives_in_own_code(config):
+        raise _needs_consent(source, config.model_type)
     return config
+
+
+class _TrustedCode(dict[str, Any]):
+    """An ``auto_map`` whose code the user allows to run. Copies of a config keep the class; no file can forge it."""
+
+
+def trust_code(config: PreTrainedConfig) -> None:
+    """Allow the code that ``config.auto_map`` points to; only after the user's consent."""
+    if isinstance(references := getattr(config, "auto_map", None), dict):
+        config.auto_map = _TrustedCode(references)
+
+
+def is_own_code(cls: type) -> bool:
+    """Whether `cls` was loaded from the Python files that come with a model."""
+    return cls.__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.")
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class named in ``config.architectures``, else the natural head class of the model type, else its base.
 
-    Remote code is used only if the config itself came from remote code, i.e. was loaded with the user's consent.
+    Code that the model carries is used only with the user's consent: `load_config` was given it, or the config's own
+    class is such code.
 
     Raises:
         ModelError: transformers has no model class for this config.
@@ -184,11 +206,7 @@ def _check_known(settings: dict[str, Any], source: str | Path, trust_remote_code
     if has_code and trust_remote_code:
         return
     if has_code:
-        raise ModelError(
-            f"'{source}' (model type '{model_type}') needs code that it carries itself, which memopt does not run "
-            "without your consent.",
-            "Read that code, then pass --trust-remote-code (trust_remote_code=True).",
-        )
+        raise _needs_consent(source, model_type)
     if model_type is None:
         raise ModelError(
             f"The {CONFIG_FILE} of '{source}' has no 'model_type', so it is not a transformers model.",
@@ -200,51 +218,115 @@ def _check_known(settings: dict[str, Any], source: str | Path, trust_remote_code
     )
 
 
+def _needs_consent(source: str | Path, model_type: object) -> ModelError:
+    return ModelError(
+        f"'{source}' (model type '{model_type}') needs code that it carries itself, which memopt does not run "
+        "without your consent.",
+        "Read that code, then pass --trust-remote-code (trust_remote_code=True).",
+    )
+
+
 def _has_code(settings: dict[str, Any]) -> bool:
     code = settings.get("auto_map")
     return isinstance(code, dict) and "AutoConfig" in code
 
 
 def model_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
-    """Classes that take `config`: those it names, then those of its model type, heads first."""
-    consented = not type(config).__module__.startswith("transformers.") and bool(getattr(config, "auto_map", None))
-    if consented:
-        yield from _remote_classes(config)
-    for name in named_classes(config):
-        candidate = getattr(transformers, name, None) or getattr(_modeling_module(config), name, None)
-        if _runs(candidate, config):
-            yield candidate
+    """Classes that take `config`: those it names, then those of its model type, heads first.
+
+    As in transformers, a class of the model's own code goes before the class that its Auto class has otherwise.
+    """
+    own = _own_code(config)
+    meant = {key: reference for key, reference in own.items() if _is_meant(key, reference, config)}
+    yield from _own_classes(config, meant)
+    yield from _named_in_transformers(config)
+    yield from _own_classes(config, {key: reference for key, reference in own.items() if key not in meant})
     yield from _mapped_classes(config)
     yield from _unmapped_classes(config)
 
 
-def _remote_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
-    """Classes that ``auto_map`` points to: the named architecture first, then heads, then the bare model."""
-    references = [ref for key, ref in config.auto_map.items() if key.startswith("AutoModel") and isinstance(ref, str)]
-    named = set(named_classes(config))
-    references.sort(key=lambda ref: (ref.rpartition(".")[2] not in named, config.auto_map.get("AutoModel") == ref))
-    for reference in references:
+def _named_in_transformers(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
+    """Classes that `config` names and transformers, or the module of the config's class, has."""
+    names = named_classes(config)
+    found = (getattr(transformers, name, None) or getattr(_modeling_module(config), name, None) for name in names)
+    return [each for each in found if _runs(each, config)]
+
+
+def _own_code(config: PreTrainedConfig) -> dict[str, str]:
+    """Auto class -> reference to the model's own code, which the user allows to run."""
+    if not (isinstance(getattr(config, "auto_map", None), _TrustedCode) or is_own_code(type(config))):
+        return {}
+    return {key: reference for key, reference in _references(config).items() if not _is_registered(key, config)}
+
+
+def _references(config: PreTrainedConfig) -> dict[str, str]:
+    """Auto class -> reference of the models in ``auto_map``: the named architecture first, the bare model last."""
+    references, names = getattr(config, "auto_map", None), named_classes(config)
+    if not isinstance(references, dict):
+        return {}
+    found = [(k, v) for k, v in references.items() if k.startswith("AutoModel") and isinstance(v, str)]
+    return dict(sorted(found, key=lambda each: (_name(each[1]) not in names, each[0] == "AutoModel")))
+
+
+def _is_meant(key: str, reference: str, config: PreTrainedConfig) -> bool:
+    """Whether `config` names the class of `reference`, or a class of transformers in whose place it is."""
+    if not type(config).__module__.startswith("transformers.") or _name(reference) in named_classes(config):
+        return True
+    return not {*_named_in_transformers(config)}.isdisjoint(_of_auto_class(key, config))
+
+
+def _name(reference: str) -> str:
+    return reference.rpartition(".")[2]
+
+
+def _is_registered(key: str, config: PreTrainedConfig) -> bool:
+    """Whether the user registered a class for `config`, which transformers prefers to the model's own code."""
+    classes = _of_auto_class(key, config)
+    return any(not is_own_code(each) and not each.__module__.startswith("transformers.") for each in classes)
+
+
+def _lives_in_own_code(config: PreTrainedConfig) -> bool:
+    """Whether the architecture of `config` is code of the model, and transformers has no class in its place."""
+    names = named_classes(config)
+    keys = [key for key, reference in _references(config).items() if _name(reference) in names]
+    return bool(keys) and not _named_in_transformers(config) and not any(_of_auto_class(k, config) for k in keys)
+
+
+def _own_classes(config: PreTrainedConfig, code: dict[str, str]) -> Iterator[type[PreTrainedModel]]:
+    """The classes that `code` points to, changed as their Auto class does: they generate, and are saved with files."""
+    for key, reference in code.items():
         revision = getattr(config, "_commit_hash", None)
         try:
-            yield get_class_from_dynamic_module(reference, config.name_or_path or "", revision=revision)
+            found: Any = get_class_from_dynamic_module(reference, config.name_or_path or "", revision=revision)
         except (OSError, ImportError, AttributeError) as error:
             raise ModelError(
                 f"The code that '{config.name_or_path}' carries for '{reference}' cannot be loaded: {one_line(error)}."
             ) from error
+        if "_auto_class" not in vars(found) and hasattr(transformers, key):
+            found.register_for_auto_class(key)
+        yield cast("type[PreTrainedModel]", add_generation_mixin_to_remote_model(found))
+
+
+def _of_auto_class(key: str, config: PreTrainedConfig) -> tuple[type, ...]:
+    return _entries(getattr(getattr(transformers, key, None), "_model_mapping", None), config)
+
+
+def _entries(mapping: Any, config: PreTrainedConfig) -> tuple[type, ...]:
+    """The classes for `config` in one of transformers' mappings."""
+    if mapping is None or type(config) not in mapping:
+        return ()
+    try:
+        entry = mapping[type(config)]
+    except ValueError:  # the mapping names a class that this release of transformers lacks
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def _mapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     names = [f"MODEL_FOR_{head}_MAPPING" for head in _HEADS] + ["MODEL_MAPPING"]
     others = [name for name in vars(modeling_auto) if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING")]
     for name in dict.fromkeys(names + others):
-        mapping = getattr(modeling_auto, name, None)
-        if mapping is None or type(config) not in mapping:
-            continue
-        try:
-            entry = mapping[type(config)]
-        except ValueError:  # the mapping names a class that this release of transformers lacks
-            continue
-        for candidate in entry if isinstance(entry, tuple | list) else (entry,):
+        for candidate in _entries(getattr(modeling_auto, name, None), config):
             if _runs(candidate, config):
                 yield candidate
 
