@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import memopt
 from memopt.errors import ModelError
-from memopt.pipeline import patch_checkpoint
+from memopt.pipeline import patch_checkpoint, unpatch_checkpoint
 from memopt.walk.models.config import load_config, model_class
 from tests.factories import tiny_inputs, tiny_model
 
@@ -61,9 +63,18 @@ CAUSAL_LM = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
 
 
 @pytest.fixture(autouse=True)
-def _modules_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _modules_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    _forget_modules()
+    yield
+    _forget_modules()
+
+
+def _forget_modules() -> None:
+    """Python finds modules in the folder in which it found their package first, which is another test's."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
 
 
 @pytest.fixture
@@ -132,6 +143,14 @@ class TestFolder:
         for _ in range(2):
             model: Any = memopt.load(tmp_path / "patched", trust_remote_code=True)
             assert model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2).shape == (1, 5)
+
+    def test_unpatch_names_the_code_that_the_folder_lacks(self, folder: Path, tmp_path: Path) -> None:
+        tokenizer = ["own/repository--slow.Slow", "fast_own.Fast", None]
+        with_code(folder, {}, auto_map={**CAUSAL_LM, "AutoTokenizer": tokenizer})
+        patch_checkpoint(folder, tmp_path / "patched", "exact-unfolded", trust_remote_code=True)
+        (tmp_path / "patched" / "modeling_own.py").unlink()
+        notes = unpatch_checkpoint(tmp_path / "patched", out=tmp_path / "stock", trust_remote_code=True).notes
+        assert [note for note in notes if "the folder lacks (modeling_own.py, fast_own.py)" in note]
 
 
 class TestClass:

@@ -64,10 +64,24 @@ def write_unpatched(
             total = sum(info.nbytes for name, info in original.tensors.items() if name in touched)
             done = unfold(patched, original, folds, put)
         copy_side_files(patched, stage, tell)
+        if missing := _missing_code(patched):
+            files = ", ".join(missing)
+            tell(f"config.json names code that the folder lacks ({files}): copy it from the model that was patched.")
         _restore_card(stage / CARD)
         (stage / "config.json").write_bytes(_stock_config(patched, original))
         keep_private(patched, stage)
     return done
+
+
+def _missing_code(patched: CheckpointSource) -> list[str]:
+    """The Python files that ``auto_map`` names, and that are not in the folder."""
+    references = patched.config.get("auto_map")
+    values = references.values() if isinstance(references, dict) else ()
+    named = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    # "OWNER/NAME--MODULE.CLASS" is code of another repository.
+    local = (each for each in named if isinstance(each, str) and "." in each and "--" not in each)
+    files = dict.fromkeys(f"{each.partition('.')[0]}.py" for each in local)
+    return [name for name in files if name not in patched.side_files]
 
 
 def _restore_card(path: Path) -> None:
