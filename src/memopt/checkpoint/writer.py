@@ -184,10 +184,9 @@ def copy_side_files(source: CheckpointSource, stage: Path, note: Note) -> None:
         (stage / INDEX).write_bytes(source.weights.index)
     if source.left_out:
         note(f"Not copied, because they hold the unpatched weights or others: {', '.join(source.left_out)}.")
-    if source.commit is None:  # a snapshot in the hub's cache consists of links
-        for name, target in _links_out(source):
-            done = "links to folders are not followed" if target.is_dir() else "the content was read"
-            note(f"'{name}' of the source is a link to '{target}', outside of it; {done}.")
+    for name, target in _links_out(source):
+        done = "links to folders are not followed" if target.is_dir() else "the content was read"
+        note(f"'{name}' of the source is a link to '{target}', outside of it; {done}.")
 
 
 def copy_files(source: CheckpointSource, stage: Path) -> None:
@@ -210,12 +209,14 @@ def keep_private(source: CheckpointSource, stage: Path, otherwise: Path | None =
 
 
 def _links_out(source: CheckpointSource) -> Iterator[tuple[str, Path]]:
-    """(name, target) of the source's links that lead out of it."""
+    """(name, target) of the source's links that lead out of it; a snapshot in the hub's cache links to its blobs."""
+    root = source.root.resolve()
+    inside = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     files = [*source.side_files, "config.json", *(str(s.origin.relative_to(source.root)) for s in source.shards)]
     folders = [path.name for path in source.root.iterdir() if path.is_dir() and path.is_symlink()]
     for name in (*files, *folders):
         target = (source.root / name).resolve()
-        if not target.is_relative_to(source.root):
+        if not any(target.is_relative_to(folder) for folder in inside):
             yield name, target
 
 

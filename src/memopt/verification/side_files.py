@@ -24,7 +24,7 @@ from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_a
 from memopt.emit import file_names
 from memopt.environment.files import once
 from memopt.errors import ModelError, first_of
-from memopt.patches.checks import Check, Level, Status
+from memopt.patches.checks import Check, Level, Status, skipped
 from memopt.patches.registry import rows
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import modernised
@@ -139,7 +139,13 @@ def random_tensors(level: Level, record: PatchedFolder, pair: Pair | None, trust
         models.append((pair.original, pair.revision, pickled))
     checks = []
     for model, revision, pickled in models:
-        names = _names(model, trust_remote_code, revision, pickled)
+        try:
+            names = _names(model, trust_remote_code, revision, pickled)
+        except ModelError as error:
+            if model == str(record.folder):
+                raise
+            checks.append(skipped(f"{level}.original", "original model", f"it cannot be opened: {error}"))
+            continue
         if names.wrong or names.random:
             unknown = names.wrong or tuple(f"{name} is missing" for name in names.random)
             status = "fail" if names.wrong else "skip"

@@ -46,9 +46,9 @@ def locate(model: str, *, revision: str | None = None, allow_pickle: bool = Fals
     return root
 
 
-def commit_of(root: Path) -> str | None:
-    """Commit of a folder inside the hub's cache; None elsewhere."""
-    return root.name if root.parent.name == "snapshots" else None
+def commit_of(model: str, root: Path) -> str | None:
+    """Commit of the hub id `model`, located at `root`; None if `model` is a folder, also one in the hub's cache."""
+    return None if user_path(model).is_dir() else root.name
 
 
 def cache_folder() -> Path:

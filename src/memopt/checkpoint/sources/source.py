@@ -50,7 +50,7 @@ class CheckpointSource:
     root: Path
     revision: str | None
     commit: str | None
-    """Commit of a hub snapshot; None for any other folder."""
+    """Commit, if `model` was opened as a hub id; None if it is a folder."""
     weights: Weights
     side_files: tuple[str, ...]
     """Every other file that belongs to the model, relative to `root`."""
@@ -124,7 +124,7 @@ def open_source(
         model=model,
         root=root,
         revision=revision,
-        commit=commit_of(root),
+        commit=commit_of(model, root),
         weights=opened,
         side_files=side_files,
         left_out=left_out,
