@@ -46,7 +46,8 @@ class Names:
     random: tuple[str, ...] = ()
     """Missing tensors of a head or an optional part, which is no error; transformers draws them at random."""
     unread: tuple[str, ...] = ()
-    """Tensors in the files that belong to another head, which is no error; this class does not load them."""
+    """Tensors in the files that belong to another head, or to nothing in a model that is else complete, which is no
+    error; this class does not load them."""
 
     @property
     def wrong(self) -> tuple[str, ...]:
@@ -123,11 +124,15 @@ def compare_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
     other = {name for name in found.unexpected if part.is_of_another_head(name)}
     buffers = {name for name, _ in model.named_buffers()}
     other |= buffers & set(found.unexpected)
-    if rest := set(found.unexpected) - other:
+    missing = tuple(name for name in found.missing if name not in random)
+    rest = set(found.unexpected) - other
+    if not missing and not found.reshaped:
+        other |= rest  # buffers of old releases, scales of a KV cache: a load ignores them, and has all of its weights
+    elif rest:
         other |= rest - _unknown_to_all(cls, config, shapes, rest)
     return Names(
         cls.__name__,
-        tuple(name for name in found.missing if name not in random),
+        missing,
         tuple(name for name in found.unexpected if name not in other),
         found.reshaped,
         tuple(sorted(random)),
