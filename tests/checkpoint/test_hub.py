@@ -12,6 +12,17 @@ from memopt.checkpoint.sources.hub import locate
 from memopt.environment import hub
 from memopt.errors import ModelError
 
+BELONGS = [
+    "model-00001-of-00002.safetensors", "adapter.fra.bin", "adapter.fra.safetensors", "2_Dense/model.safetensors",
+    "2_Dense/pytorch_model.bin", "spk_dict.pt", "speaker_embeddings/en_speaker_0_semantic_prompt.npz",
+]  # fmt: skip
+COPIES = [
+    "pytorch_model-00001-of-00002.bin", "onnx/model.onnx_data", "original/consolidated.00.pth", "original/x.pth",
+    "consolidated.safetensors", "checkpoint-10/model.safetensors", "checkpoint-10/optimizer.pt", "optimizer.pt",
+    "rng_state_0.pth", "training_args.bin", "step5/model-00001-of-00002.safetensors", "adapter_model.safetensors",
+    "tf_model.h5", "flax_model.msgpack", "model.gguf", "openvino/openvino_model.bin",
+]  # fmt: skip
+
 
 def failure(kind: type[Exception]) -> Exception:
     error = kind.__new__(kind)  # their constructors want a response
@@ -63,9 +74,9 @@ def test_pickles_are_fetched_only_if_allowed_and_only_without_safetensors(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     locate("some/model")
-    assert all("*.bin" in ignored for ignored in calls)
+    assert all("pytorch_model*.bin" in ignored for ignored in calls)
     locate("some/model", allow_pickle=True)
-    assert "*.bin" not in calls[-1]
+    assert "pytorch_model*.bin" not in calls[-1]
     (tmp_path / "model.safetensors").touch()
     calls.clear()
     locate("some/model", allow_pickle=True)
@@ -82,3 +93,17 @@ def test_without_weights_no_weights_are_fetched(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     locate("some/model", weights=False, allow_pickle=True)
     assert ["*.safetensors" in ignored and "*.bin" in ignored for ignored in calls] == [True]
+
+
+def test_weights_that_belong_to_the_model_are_fetched_and_copies_of_it_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def download(model: str, *, ignore_patterns: list[str], **_: object) -> str:
+        fetched.extend(huggingface_hub.utils.filter_repo_objects(BELONGS + COPIES, ignore_patterns=ignore_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    locate("some/model")
+    assert fetched == BELONGS

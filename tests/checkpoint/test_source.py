@@ -23,6 +23,7 @@ from memopt.environment import files
 from memopt.errors import ModelError
 from memopt.walk.models.config import load_config
 from tests.checkpoint.builders import rms_tensors, write_checkpoint_files
+from tests.checkpoint.test_hub import BELONGS, COPIES
 
 
 def write_raw(path: Path, header: object, data: bytes = b"", *, length: int | None = None) -> None:
@@ -62,6 +63,16 @@ def test_side_files_are_listed_and_other_weights_left_out(folder: Path) -> None:
     source = open_source(str(folder))
     assert source.side_files == ("LICENSE", "modeling_x.py", "tokenizer.json")
     assert set(source.left_out) == {"onnx/model.onnx", "pytorch_model.bin", "model.gguf", "consolidated.safetensors"}
+
+
+def test_weights_that_are_no_other_form_of_the_model_are_copied(folder: Path) -> None:
+    stale = ["model.fp16.safetensors", "model-00001-of-00009.safetensors"]
+    for name in BELONGS[1:] + COPIES + stale:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x")
+    source = open_source(str(folder))
+    assert set(source.side_files) == {*BELONGS[1:], "LICENSE", "tokenizer.json"}
+    assert set(source.left_out) == {*COPIES, *stale}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from memopt.checkpoint.manifest import (
 from memopt.checkpoint.patched import config_key, digest_of_affines
 from memopt.checkpoint.shards import WrittenShard, read_floats, restore, write_shard
 from memopt.checkpoint.sources.base import INDEX
+from memopt.checkpoint.sources.hub import TENSORS
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, sha256
 from memopt.checkpoint.target import check_space, check_target, restrict
 from memopt.errors import NegativeVerdict, OutputError
@@ -184,6 +186,8 @@ def copy_side_files(source: CheckpointSource, stage: Path, note: Note) -> None:
         (stage / INDEX).write_bytes(source.weights.index)
     if source.left_out:
         note(f"Not copied, because they hold the unpatched weights or others: {', '.join(source.left_out)}.")
+    if others := [name for name in source.side_files if any(fnmatchcase(name, pattern) for pattern in TENSORS)]:
+        note(f"Copied as they are, weights that are not the model's own: {', '.join(others)}.")
     for name, target in _links_out(source):
         done = "links to folders are not followed" if target.is_dir() else "the content was read"
         note(f"'{name}' of the source is a link to '{target}', outside of it; {done}.")

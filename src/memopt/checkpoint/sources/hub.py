@@ -9,13 +9,20 @@ from pathlib import Path
 from memopt.environment.files import user_path
 from memopt.errors import ModelError
 
-#: Names of weight files that are not part of a safetensors checkpoint, as shell wildcards.
+#: Suffixes of files of tensors, as shell wildcards.
+TENSORS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.npz")
+#: Folders that hold the whole model once more, or a trainer's state.
+_COPIES = ("original/", "onnx/", "checkpoint-*/", "global_step*/")
+#: Paths of files that hold the model in another form, a trainer's state, or a PEFT adapter, which fits no folded model.
+#: These are shell wildcards, whose `*` matches folders too. Other weights (of a language, a voice) belong to the model.
 OTHER_WEIGHTS = (
-    "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.ot",
-    "*.tflite", "*.mlmodel", "*.mlpackage/*", "*.npz", "*.nemo", "openvino_*", "*.bin.index.json",
+    "pytorch_model*.bin", "pytorch_model*.bin.index.json", "consolidated*", "*/consolidated*",
+    "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.ot", "*.tflite", "*.mlmodel",
+    "*.mlpackage/*", "*.nemo", "openvino_*", "*/openvino_*",
+    "*/model-*-of-*.safetensors", "*/pytorch_model-*-of-*.bin", *(f + name for f in _COPIES for name in TENSORS),
+    "optimizer.*", "scheduler.pt", "scheduler.bin", "scaler.pt", "rng_state*.pth", "training_args.bin",
+    "adapter_model*.safetensors", "adapter_model*.bin", "*/adapter_model*.safetensors", "*/adapter_model*.bin",
 )  # fmt: skip
-#: Weights that no index of the checkpoint names; not downloaded.
-_DUPLICATES = ("*/*.safetensors", "consolidated*.safetensors")
 
 
 def locate(model: str, *, revision: str | None = None, allow_pickle: bool = False, weights: bool = True) -> Path:
@@ -39,10 +46,10 @@ def locate(model: str, *, revision: str | None = None, allow_pickle: bool = Fals
         raise ModelError(f"'{model}' is a file, not a folder.", "Give the folder that contains config.json.")
     if _looks_like_a_path(model):
         raise ModelError(f"The folder '{model}' does not exist.")
-    ignored = [*OTHER_WEIGHTS, *_DUPLICATES, *(() if weights else ("*.safetensors",))]
+    ignored = [*OTHER_WEIGHTS, *(() if weights else TENSORS)]
     root = _download(model, revision, ignored)
     if allow_pickle and weights and not any(root.glob("*.safetensors")):
-        root = _download(model, revision, [p for p in ignored if not p.startswith("*.bin")])
+        root = _download(model, revision, [p for p in ignored if not p.startswith("pytorch_model")])
     return root
 
 

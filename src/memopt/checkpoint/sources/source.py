@@ -38,6 +38,8 @@ MANIFEST = "memopt.json"
 FORMATS: tuple[Format, ...] = (SafetensorsFormat(), PickleFormat())
 #: Most files beside the weights that are copied.
 _MAX_FILES = 5_000
+#: The model's own weights under names that transformers knows, but that were not opened: variants, stale shards.
+_VARIANTS = ("model.*safetensors", "model.*safetensors.index.json", "model-*-of-*.safetensors")
 _IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 
 
@@ -55,7 +57,7 @@ class CheckpointSource:
     side_files: tuple[str, ...]
     """Every other file that belongs to the model, relative to `root`."""
     left_out: tuple[str, ...]
-    """Weights of other formats, which a rewritten checkpoint does not contain."""
+    """Weights in other forms, PEFT adapters and a trainer's state, which a rewritten checkpoint does not contain."""
     config: Mapping[str, Any]
 
     @property
@@ -206,6 +208,6 @@ def other_files(root: Path, known: set[str]) -> tuple[tuple[str, ...], tuple[str
                     f"'{root}' holds more than {_MAX_FILES:,} files beside the weights, which would all be copied.",
                     "Give a folder with only the model.",
                 )
-            is_weight = belongs_to(name, FORMATS) or any(fnmatchcase(name, pattern) for pattern in OTHER_WEIGHTS)
-            (left_out if is_weight else side_files).append(path)
+            other_form = any(fnmatchcase(path, pattern) for pattern in (*OTHER_WEIGHTS, *_VARIANTS))
+            (left_out if other_form else side_files).append(path)
     return tuple(side_files), tuple(left_out)
