@@ -234,6 +234,15 @@ def test_a_missing_or_broken_config_is_named(folder: Path, content: str | None) 
         open_source(str(folder))
 
 
+def test_a_config_that_names_another_weight_file_is_refused(tmp_path: Path) -> None:
+    named = {"transformers_weights": "hf.safetensors"}
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), config=named)
+    with pytest.raises(ModelError, match=r"names the weight file 'hf\.safetensors'"):
+        open_source(str(folder))
+    own = {"transformers_weights": "model.safetensors"}
+    assert open_source(str(write_checkpoint_files(tmp_path / "own", rms_tensors(), config=own))).tensors
+
+
 def test_a_hub_id_in_the_cache_opens_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 

@@ -116,6 +116,7 @@ def open_source(
     check_folder(root)
     refuse_adapter(root)
     config = read_config(root)
+    _check_named(root, config)
     if not weights and not _has_weights(root):
         opened: Weights = SafetensorsFiles((), None)  # they were not downloaded
     else:
@@ -162,6 +163,21 @@ def sha256(path: Path, advance: Callable[[int], None] | None = None) -> str:
             if advance is not None:
                 advance(len(block))
     return digest.hexdigest()
+
+
+def _check_named(root: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a config that names a weight file which transformers loads in place of the one that is read here.
+
+    Raises:
+        ModelError: the file has another name than ``model.safetensors`` or its index.
+    """
+    named = config.get("transformers_weights")
+    if named not in (None, SINGLE, INDEX) or (named == INDEX and (root / SINGLE).is_file()):
+        raise ModelError(
+            f"The config.json of '{root}' names the weight file {ascii(named)[:80]} "
+            "('transformers_weights'), which memopt does not read.",
+            "Load the model with transformers, save it with save_pretrained, and give that folder.",
+        )
 
 
 def _format_of(root: Path, allow_pickle: bool) -> Format:
