@@ -46,7 +46,7 @@ class Names:
     random: tuple[str, ...] = ()
     """Missing tensors of a head or an optional part, which is no error; transformers draws them at random."""
     unread: tuple[str, ...] = ()
-    """Tensors in the files that belong to another head, or to nothing in a model that is else complete, which is no
+    """Tensors in the files that belong to another head, or lie beside the weights of a complete model, which is no
     error; this class does not load them."""
 
     @property
@@ -127,8 +127,9 @@ def compare_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
     missing = tuple(name for name in found.missing if name not in random)
     rest = set(found.unexpected) - other
     if not missing and not found.reshaped:
-        other |= rest  # buffers of old releases, scales of a KV cache: a load ignores them, and has all of its weights
-    elif rest:
+        beside = {name for name in rest if part.is_beside_weights(name)}
+        other, rest = other | beside, rest - beside
+    if rest:
         other |= rest - _unknown_to_all(cls, config, shapes, rest)
     return Names(
         cls.__name__,
@@ -164,6 +165,15 @@ class _Parts:
         owner = name.rpartition(".")[0]
         leaves = {leaf for leaf, _ in self._model.get_submodule(owner).named_parameters(owner, recurse=False)}
         return bool(leaves.difference(missing, self._model.all_tied_weights_keys))
+
+    def is_beside_weights(self, name: str) -> bool:
+        """Whether a module of the model would hold the tensor, though not as its weight or bias: buffers of old
+        releases, scales of a KV cache. A load ignores it."""
+        owner, _, leaf = name.rpartition(".")
+        owner = next((each for each in (owner, f"{self._prefix}{owner}") if self._has(each)), "")
+        if not owner:
+            return False
+        return leaf not in ("weight", "bias") or not self._model.get_submodule(owner)._parameters
 
     def _has(self, module: str) -> bool:
         try:

@@ -102,8 +102,7 @@ class LazyLogits(Tensor):
             foreign = away or any(_own_state(each)[0] is not each.node for each in pending)
             if handler is not None and len(pending) == len(lazy) and not foreign and kwargs.get("out") is None:
                 if not args and "input" in kwargs:
-                    named = dict(kwargs)
-                    args, kwargs = (named.pop("input"),), named
+                    args, kwargs = (kwargs["input"],), {name: each for name, each in kwargs.items() if name != "input"}
                 for each in pending:
                     each.source.check(values=each.source.head.records and each.source.head.snapshot.is_late)
                 answer = handler(*args, **kwargs)
