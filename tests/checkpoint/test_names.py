@@ -82,6 +82,8 @@ WRONG: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "a missing embedding": (drop("embed_tokens"), "model.embed_tokens.weight is missing"),
     "a missing head": (drop("lm_head"), "lm_head.weight is missing"),
     "a stray bias in a layer": (add("model.layers.0.self_attn.k_proj.bias", 32), "k_proj.bias is not in the model"),
+    "sinks": (add("model.layers.0.self_attn.sinks", 4), "self_attn.sinks is not in the model"),
+    "a stray bias of another name": (add("model.layers.0.self_attn.q_bias", 64), "q_bias is not in the model"),
     "a stray bias in the head": (add("lm_head.bias", 67), "lm_head.bias is not in the model"),
     "another name": (swap("model.layers.0.norm1.weight", "model.layers.0.input_layernorm.weight"), "is missing"),
     "another width": (add(K_PROJ, 16, 64), f"{K_PROJ} is 16 x 64 in the files and 32 x 64 in the model"),

@@ -77,3 +77,11 @@ def test_a_replaced_head_is_patched_at_the_next_step_or_named(
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6)
     memopt.unpatch(patched)
     assert type(patched.get_output_embeddings()) is type(stock.get_output_embeddings())
+
+
+def test_a_head_that_is_replaced_between_two_steps_is_patched_at_the_second() -> None:
+    model = memopt.patch(tiny_model("llama", tie_word_embeddings=False), "exact-unfolded")
+    batch = tiny_inputs("llama", 2, 8)
+    assert not saved_logits(model, batch)
+    new_head(model)
+    assert not saved_logits(model, batch)

@@ -104,6 +104,22 @@ def check_stored(source: CheckpointSource) -> None:
             raise ModelError(f"'{source.model}' is quantised: tensor '{name}' is stored as {info.dtype}.", hint)
 
 
+#: Names of buffers that older releases stored, and of scales of a KV cache: stock loads ignore them.
+_BESIDE = frozenset(
+    [
+        "masked_bias",
+        "mask",
+        "inv_freq",
+        "position_ids",
+        "num_batches_tracked",
+        "k_scale",
+        "v_scale",
+        "kv_scale",
+        "q_scale",
+    ]
+)
+
+
 def compare_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
     """The differences between the files of `source` and the model of `config`.
 
@@ -127,7 +143,7 @@ def compare_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
     missing = tuple(name for name in found.missing if name not in random)
     rest = set(found.unexpected) - other
     if not missing and not found.reshaped:
-        beside = {name for name in rest if part.is_beside_weights(name)}
+        beside = {name for name in rest if part.is_beside_weights(name, shapes[name])}
         other, rest = other | beside, rest - beside
     if rest:
         other |= rest - _unknown_to_all(cls, config, shapes, rest)
@@ -166,14 +182,11 @@ class _Parts:
         leaves = {leaf for leaf, _ in self._model.get_submodule(owner).named_parameters(owner, recurse=False)}
         return bool(leaves.difference(missing, self._model.all_tied_weights_keys))
 
-    def is_beside_weights(self, name: str) -> bool:
-        """Whether a module of the model would hold the tensor, though not as its weight or bias: buffers of old
-        releases, scales of a KV cache. A load ignores it."""
+    def is_beside_weights(self, name: str, shape: Shape) -> bool:
+        """Whether the tensor is a buffer of old releases, or a scale of a KV cache, in a module that the model has."""
         owner, _, leaf = name.rpartition(".")
-        owner = next((each for each in (owner, f"{self._prefix}{owner}") if self._has(each)), "")
-        if not owner:
-            return False
-        return leaf not in ("weight", "bias") or not self._model.get_submodule(owner)._parameters
+        is_mask = leaf == "bias" and len(shape) > 2  # GPT-2's causal mask
+        return (is_mask or leaf in _BESIDE) and (self._has(owner) or self._has(f"{self._prefix}{owner}"))
 
     def _has(self, module: str) -> bool:
         try:

@@ -11,7 +11,7 @@ the folder's other files, imported when the patch is applied or checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from memopt.patches.scope import ScopeRewrite
     from memopt.saved.slots import Compression
     from memopt.walk.sites import Sites
+
+    #: A module's table of children, and a name in it.
+    Place = tuple[dict[str, nn.Module | None], str]
+    Prepare = Callable[[nn.Module], Sequence[Place] | None]
 
 #: Effect of a patch's rules on gradients: nothing beyond rounding, a bounded error, or unbiased noise.
 Effect = Literal["exact", "approximate", "sampled"]
@@ -211,9 +215,9 @@ class InScopes:
     """Modules inside scopes -> families that do not hold in them."""
     modes: Mapping[str, Mode] = field(default_factory=dict)
     """Module -> the context around each of its calls, with and without gradients, inside its scope if it has one."""
-    prepare: Callable[[str], Callable[[nn.Module], None] | None] | None = None
-    """Name of a scope's module -> a function of that module, called when linears inside were exchanged (first call
-    included). Unused where scopes are always open."""
+    prepare: Callable[[str], Prepare | None] | None = None
+    """Name of a scope's module -> a function of that module, called when linears inside, or modules at the places that
+    it returned last, were exchanged (first call included). Unused where scopes are always open."""
     compression: Compression | None = None
     """How saved tensors that are not recomputed are stored."""
     compressed: Collection[str] = ()

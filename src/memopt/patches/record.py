@@ -58,10 +58,15 @@ def drop_record(model: nn.Module) -> None:
         _said.pop(module, None)
 
 
+def is_recorded(module: nn.Module) -> bool:
+    """Whether `module` is a patched model."""
+    return _ATTRIBUTE in vars(module)
+
+
 def recorded_in(model: nn.Module) -> nn.Module | None:
     """`model`, or the patched model inside it; None without one."""
     return next(_recorded(model), None)
 
 
 def _recorded(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if _ATTRIBUTE in vars(module))
+    return filter(is_recorded, model.modules())

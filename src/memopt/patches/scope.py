@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -27,6 +27,9 @@ from memopt.saved.scope import RecomputeScope
 from memopt.saved.slots import Compression
 from memopt.torch_compat import has_any_global_hook, module_hooks
 from memopt.walk.sites import is_inside
+
+if TYPE_CHECKING:
+    from memopt.patches.base import Place, Prepare
 
 #: Calls after which a scope that replaced nothing is opened once more, because a model may change between steps.
 LOOK_AGAIN = 64
@@ -46,7 +49,7 @@ class ScopeHistory:
         """Form of a call -> number of calls since the scope was last open; None if the scope has to be open."""
         self.proofs: dict[Any, bool] = {}
         """Findings whether a handle gives its tensor, for `memopt.saved.scope.RecomputeScope`."""
-        self._linears: list[nn.Module] | None = None
+        self._linears: list[nn.Module | None] | None = None
         self._children: list[dict[str, nn.Module | None]] = []
         self._names: list[str] = []
         """Linears and modules with a linear as child; for each one, its parent's `_modules` and its name there."""
@@ -91,6 +94,14 @@ class ScopeHistory:
                     self._names.append(name)
         return True
 
+    def watch(self, places: Iterable[Place]) -> None:
+        """Take an exchange of the modules at these places, outside of the module, for one of linears inside."""
+        assert self._linears is not None
+        for children, name in places:
+            self._linears.append(children[name])
+            self._children.append(children)
+            self._names.append(name)
+
     def has_pre_hooks(self) -> bool:
         """Whether a module inside has a forward hook or forward pre-hook, which may replace tensors."""
         # If PyTorch's private names of the tables are missing, `module_hooks` returns tables that are never empty.
@@ -110,7 +121,7 @@ class ScopeRewrite:
     """Families of recompute rules that hold inside."""
     compression: Compression | None = None
     """How to store saved tensors that are not recomputed; None: unchanged."""
-    prepare: Callable[[nn.Module], None] | None = None
+    prepare: Prepare | None = None
     """Called with the module when linears inside were exchanged; it lets them read recompute specs. None if tensors
     are kept as codes, samples or in fewer bits: the scope is then always open, because it must see every reader."""
     modes: tuple[Mode, ...] = ()
@@ -180,7 +191,7 @@ def run_scoped(
 def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``run(module, *args, **kwargs)``, one forward of `module`, inside its scope."""
     if rewrite.prepare is not None and rewrite.history.sees_new_linears(module):
-        rewrite.prepare(module)
+        rewrite.history.watch(rewrite.prepare(module) or ())
     scope = rewrite.around(module, args, kwargs)
     if scope is _CLOSED:
         return run(module, *args, **kwargs)
@@ -229,15 +240,14 @@ def choose_scopes(plan: PlanView, every: Sequence[InScopes]) -> dict[str, ScopeR
     return {name: replace(scope, modes=modes[name]) for name, scope in scopes.items()}
 
 
-def _prepare(every: Sequence[InScopes], scope: str) -> Callable[[nn.Module], None] | None:
+def _prepare(every: Sequence[InScopes], scope: str) -> Prepare | None:
     found = [each.prepare(scope) for each in every if each.prepare is not None]
     functions = tuple(function for function in found if function is not None)
     return functools.partial(_call_each, functions) if len(functions) > 1 else next(iter(functions), None)
 
 
-def _call_each(functions: tuple[Callable[[nn.Module], None], ...], module: nn.Module) -> None:
-    for function in functions:
-        function(module)
+def _call_each(functions: tuple[Prepare, ...], module: nn.Module) -> list[Place]:
+    return [place for function in functions for place in function(module) or ()]
 
 
 def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:

@@ -126,7 +126,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         with fake, FiniteValues(), unpadded_masks(), attention_traced(), reads, stand_ins:
             arguments = step_arguments(model, training, source)
             if inputs is None:
-                notes.extend(_sizes(config, arguments))
+                notes.extend(_sizes(config, arguments, training.image_side))
             yield TracedModel(model, trained, run, choices, arguments, notes)
     except ModelError as error:
         raise ModelError(error.message, error.hint or (PASS_INPUTS if inputs is None else None)) from error
@@ -150,8 +150,12 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         ) from error
 
 
-def _sizes(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> list[str]:
-    """A note with the shapes of images, sounds and other floating inputs, or that parts for them do not run."""
+def _sizes(config: PreTrainedConfig, arguments: Mapping[str, Any], image_side: int | None) -> list[str]:
+    """A note with the shapes of images, sounds and other floating inputs, or that parts for them do not run.
+
+    Raises:
+        ModelError: there are none, though the step gives the side of its images.
+    """
     sizes = [
         f"{name} {' x '.join(map(str, value.shape))}"
         for name, value in arguments.items()
@@ -159,6 +163,8 @@ def _sizes(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> list[str]:
     ]
     if sizes:
         return [f"Inputs: {', '.join(sizes)}; others with --inputs batch.pt."]
+    if image_side is not None:
+        raise ModelError("The step has no image, so --image-side has no effect.", "Add --images 1, or leave it out.")
     idle = [each for each in ("vision", "audio", "speech") if getattr(config, f"{each}_config", None) is not None]
     how = "--images 1, or a batch: --inputs batch.pt" if "vision" in idle else "give a batch: --inputs batch.pt"
     why = f"memory for them is not counted; for a step with them, {how}"

@@ -79,7 +79,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     if not is_one:
         return stock(module, *args, **kwargs)
     x: Tensor = given[0]
-    weight = module._parameters.get("weight", vars(module).get("weight"))  # FSDP1 may put it aside
+    weight = module._parameters.get("weight")
     if rewrite.casts:  # a linear itself: no adapter inside reads `x` before the cast
         x = shared_cast(x, autocast_dtype)
     is_saved = (rewrite.input_is_saved and x.requires_grad) or (weight is not None and weight.requires_grad)

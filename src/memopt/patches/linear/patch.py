@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, PlanView, Rows, matches
@@ -22,6 +22,8 @@ from memopt.walk.sites import LinearSite, Sites, is_inside
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from memopt.patches.base import Prepare
 
 
 class LinearPatch(Patch, Levels, Checks, Reports):
@@ -71,7 +73,7 @@ class LinearPatch(Patch, Levels, Checks, Reports):
     def scope(self, plan: PlanView) -> InScopes:
         outputs = _outputs(plan)
 
-        def prepare(scope: str) -> Callable[[nn.Module], None]:
+        def prepare(scope: str) -> Prepare:
             from memopt.patches.linear.module import adopt_linears
 
             inside = {name: saved for name, saved in outputs.items() if name != scope and is_inside(name, scope)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -28,7 +28,7 @@ from memopt.patches.loss.source import (
     whole,
 )
 from memopt.patches.reads import observed_reads
-from memopt.patches.record import record_of, recorded_in, warn_once
+from memopt.patches.record import is_recorded, record_of, recorded_in, warn_once
 from memopt.patches.swap import replaced_by, states_in, steps_aside, swap_forward
 from memopt.torch_compat import (
     PLAIN_TYPES,
@@ -40,7 +40,10 @@ from memopt.torch_compat import (
     modules_that_run,
 )
 from memopt.walk.probes.linear import is_linear
-from memopt.walk.sites import is_inside
+from memopt.walk.sites import is_inside, parent
+
+if TYPE_CHECKING:
+    from memopt.patches.base import Place
 
 _NOT_ONE_TENSOR = "their head is called with something else than one tensor of hidden states"
 _WHOLE = (
@@ -135,7 +138,7 @@ def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str,
             yield name, named[name], {"inputs": widths[site.parameter], "classes": site.vocab_size}
 
 
-def look_at_heads(block: nn.Module, **options: Any) -> None:
+def look_at_heads(block: nn.Module, **options: Any) -> list[Place]:
     """Patch heads that were replaced since the patch (by a resized vocabulary, say), and warn of other replaced heads.
 
     Trainers may replace forwards as well: warn of :func:`replaced_forwards`.
@@ -143,8 +146,12 @@ def look_at_heads(block: nn.Module, **options: Any) -> None:
     Args:
         block: a block of the running model.
         options: `lean` and `room` of :func:`patch_head`.
+
+    Returns:
+        The places of the heads: a change there calls for another look.
     """
-    model = ([block, *modules_that_run()])[-1]
+    running = [block, *modules_that_run()]
+    model = next(filter(is_recorded, running), running[-1])
     for _, head, arguments in list(replaced_heads(model)):
         # The forward of this class is known. Other classes need a proof, which must not run inside a forward.
         if type(head) is nn.Linear and "forward" not in vars(head) and head.in_features == arguments["inputs"]:
@@ -153,13 +160,21 @@ def look_at_heads(block: nn.Module, **options: Any) -> None:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_rank() == 0:
         warn_once(model, remarks_on(model))
+    record, inside = record_of(model), recorded_in(model)
+    if record is None or inside is None:
+        return []
+    there = dict(inside.named_modules())
+    names = [site.module for site in record.plan.chosen("loss") if site.module in there]
+    return [(there[parent(name)]._modules, name.rpartition(".")[2]) for name in names if name]
 
 
 def remarks_on(model: nn.Module) -> Iterator[str]:
     """A sentence for each head, or forward around heads, that was replaced since the patch."""
-    for name, head, _ in replaced_heads(model):
-        then = "the next training step patches it" if type(head) is nn.Linear else "unpatch, and patch again"
-        yield f"{name} was replaced since the patch, so its logits are whole: {then}"
+    for name, _, _ in replaced_heads(model):
+        yield (
+            f"{name} was replaced since the patch, so its logits are whole. If the next training step does not patch "
+            "it, unpatch the model and patch it again"
+        )
     yield from replaced_forwards(model)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -15,6 +15,7 @@ from memopt.walk.sites import LossHead, Sites
 if TYPE_CHECKING:
     from torch import nn
 
+    from memopt.patches.base import Prepare
     from memopt.patches.checks import Check
 
 
@@ -70,7 +71,7 @@ class LossPatch(Patch, Levels, Checks, Reports):
     def scope(self, plan: PlanView) -> InScopes:
         first = plan.sites.blocks[:1]
 
-        def prepare(scope: str) -> Callable[[nn.Module], None] | None:
+        def prepare(scope: str) -> Prepare | None:
             from memopt.patches.loss.module import look_at_heads
 
             return functools.partial(look_at_heads, **_options(plan)) if scope in first else None

@@ -193,7 +193,8 @@ def with_stand_ins(
 
     The copy is shallow, so it is cheap at any size, and the module itself is not changed.
     """
-    alone = copy.copy(module)
+    # A parametrised module refuses to be copied.
+    alone = type(module).__new__(type(module)) if "parametrizations" in module._modules else copy.copy(module)
     alone.__dict__ = dict(vars(module)) | {
         "_modules": dict(module._modules) | dict(children or {}),
         "_parameters": dict(module._parameters) | dict(parameters or {}),

@@ -191,7 +191,7 @@ def _packed(request: Request, values: str, video: bool) -> Forms:
     merged = request.whole(*_MERGES, "pooling_kernel_size", default=2)
     sizes = [(2 * merged, (3 if request.variant == "odd" else 2) * merged)]
     if request.step.side is not None:
-        sizes = [(max(1, request.step.side // (request.patch_side * merged)) * merged,) * 2]
+        sizes = [(max(1, round(request.step.side / (request.patch_side * merged))) * merged,) * 2]
     elif request.size:
         sizes.insert(0, (_STEP_FEATURES * merged, _STEP_FEATURES * merged))
     for rows, columns in sizes:
