@@ -124,8 +124,8 @@ def whole_logits(model: nn.Module) -> Iterator[str]:
         yield from (f"logits of {name} were computed whole, since {why}" for why in whole.get(module, ()))
 
 
-def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Name, module and arguments of :func:`patch_head` where another module stands in the place of a patched head."""
+def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Name, module and width of the hidden states where another module stands in the place of a patched head."""
     recorded = recorded_in(model)
     if recorded is None or (record := record_of(recorded)) is None:
         return
@@ -135,7 +135,7 @@ def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str,
     for site in plan.chosen("loss"):
         name = site.module
         if name in named and not any(is_inside(each, name) or is_inside(name, each) for each in heads):
-            yield name, named[name], {"inputs": widths[site.parameter], "classes": site.vocab_size}
+            yield name, named[name], widths[site.parameter]
 
 
 def look_at_heads(block: nn.Module, **options: Any) -> list[Place]:
@@ -152,11 +152,11 @@ def look_at_heads(block: nn.Module, **options: Any) -> list[Place]:
     """
     running = [block, *modules_that_run()]
     model = next(filter(is_recorded, running), running[-1])
-    for _, head, arguments in list(replaced_heads(model)):
+    for _, head, width in list(replaced_heads(model)):
         # The forward of this class is known. Other classes need a proof, which must not run inside a forward.
-        if type(head) is nn.Linear and "forward" not in vars(head) and head.in_features == arguments["inputs"]:
+        if type(head) is nn.Linear and "forward" not in vars(head) and head.in_features == width:
             with contextlib.suppress(ValueError):
-                patch_head(head, head.in_features, head.out_features, **options)
+                patch_head(head, width, head.out_features, **options)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_rank() == 0:
         warn_once(model, remarks_on(model))
