@@ -289,3 +289,33 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="pacth"):
         package.pacth  # noqa: B018
+
+
+_IN_A_DESTRUCTOR = """
+import os, signal, time
+from memopt.cli import main
+
+class Closing:
+    def close(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+    def __del__(self):
+        self.close()
+
+def works(arguments):
+    Closing()
+    time.sleep(20)
+    return 0
+
+main.main = works
+try:
+    main.run()
+except KeyboardInterrupt:
+    os._exit(7)
+"""
+
+
+def test_an_interrupt_in_a_destructor_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", _IN_A_DESTRUCTOR], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (7, b"")

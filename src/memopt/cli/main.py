@@ -39,7 +39,8 @@ def run() -> None:
     sys.stderr = cast(Any, common.Forgiving(stderr))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else SIGINT is ignored, as in the background
         process = os.getpid()
-        signal.signal(signal.SIGINT, lambda _, frame: _interrupt(frame, process))
+        for each in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(each, lambda _, frame: _interrupt(frame, process))
     codes: list[int] = []
     # Runs after all handlers that are registered later, and ends the process without Python's slow freeing of objects.
     atexit.register(lambda: _leave(*codes))
@@ -50,8 +51,12 @@ def run() -> None:
 
 
 def _interrupt(frame: FrameType | None, process: int) -> None:
-    """Handle Ctrl-C. During an import, end the process at once: libraries catch all exceptions of their imports."""
+    """Handle Ctrl-C. During an import, end the process at once: libraries catch all exceptions of their imports. Python
+    ignores an exception in a `__del__`, so there the signal comes again a moment later."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        if frame.f_code.co_name == "__del__":
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            return
         frame = frame.f_back
     if frame is None or os.getpid() != process:
         raise KeyboardInterrupt
