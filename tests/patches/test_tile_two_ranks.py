@@ -1,4 +1,8 @@
-"""Tiles of tokens with two gloo ranks: FSDP2 and DDP, with accumulation and LoRA."""
+"""Tiles of tokens with two gloo ranks: FSDP2 and DDP, accumulation, LoRA, and ranks with other numbers of tokens.
+
+Other tiled MLPs gave a parameter one gradient a tile (Liger-Kernel#893) or gathered weights once a tile, so that ranks
+with other numbers of tokens waited for ever (kernels-community#1000). ZeRO-3: tests/distributed/test_zero_tiles.py.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,13 @@ from tests.factories import tiny_inputs, tiny_model
 from tests.support.ranks import run_ranks
 
 
-def train(rank: int, folder: str, engine: str, adapted: bool) -> None:
+def train(rank: int, folder: str, engine: str, adapted: bool, lengths: tuple[int, int]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     tiles._STEP, tiles._COPIES, ran = 5, 1 << 30, []
     found = tiles._gradients
     tiles._gradients = lambda *given: ran.append(1) or found(*given)
-    batches, gradients = [tiny_inputs("llama", 2, 16, seed=3 * rank + i) for i in range(2)], []
+    batches, gradients = [tiny_inputs("llama", 2, lengths[rank], seed=3 * rank + i) for i in range(2)], []
     for patched in (False, True):
         model = _model(adapted)
         if patched:
@@ -36,7 +40,7 @@ def train(rank: int, folder: str, engine: str, adapted: bool) -> None:
         gradients.append({name: each.full_tensor() if engine != "ddp" else each for name, each in own.items()})
     torch.distributed.destroy_process_group()
     stock, ours = gradients
-    assert ran
+    assert bool(ran) == (lengths[rank] > 2)
     assert stock.keys() == ours.keys()
     for name, gradient in stock.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()), msg=name)
@@ -71,4 +75,8 @@ def _wrapped(model: nn.Module, engine: str) -> nn.Module:
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp, each MLP"])
 def test_gradients_are_those_of_the_stock_model(tmp_path, engine, adapted):
-    run_ranks(train, str(tmp_path), engine, adapted)
+    run_ranks(train, str(tmp_path), engine, adapted, (16, 16))
+
+
+def test_ranks_may_have_other_numbers_of_tiles(tmp_path):
+    run_ranks(train, str(tmp_path), "fsdp, each MLP", False, (16, 2))

@@ -34,8 +34,24 @@ def gathered(module: nn.Module) -> AbstractContextManager[Any]:
 
 def gathers_for_its_calls(module: nn.Module, hooks: Iterable[Any]) -> bool:
     """Whether all parameters of `module` are partitioned, and all `hooks` are hooks of ZeRO-3, which gather them."""
-    ours = [str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks]
+    ours = list(map(is_of_zero, hooks))
     return bool(ours) and all(ours) and all(map(is_partitioned, module.parameters()))
+
+
+def is_of_zero(hook: Any) -> bool:
+    """Whether `hook` is a hook of DeepSpeed."""
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
+
+
+def gather_at_once(module: nn.Module, at_once: bool = True) -> bool:
+    """Let ZeRO-3 gather all weights of `module` by hooks of that module, with none on the modules inside.
+
+    Returns whether it was to do so before. ``deepspeed.initialize`` reads this mark of a leaf module.
+    """
+    before = bool(vars(module).pop("_z3_leaf", False))
+    if at_once:
+        vars(module)["_z3_leaf"] = True
+    return before
 
 
 def fetch_before(node: Any) -> tuple[nn.Module, Callable[[torch.Tensor], None]] | None:

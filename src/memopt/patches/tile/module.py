@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.environment.partitioned import gather_at_once, is_of_zero
 from memopt.kernels.base.autograd import (
     are_from_checkpoint,
     autocast_as,
@@ -33,15 +34,15 @@ from memopt.patches.rerun import Around, have_moved, random_states, standing
 from memopt.patches.swap import Layer, Rewrite, is_watched, layer_of, restore_forward, steps_aside, swap_forward
 from memopt.patches.tile.probe import by_rows
 from memopt.recompute.pure import with_tensors, without_tensors
-from memopt.torch_compat import is_checkpointed_region, tree_leaves, without_foreign_hooks
+from memopt.torch_compat import is_checkpointed_region, module_hooks, tree_leaves, without_foreign_hooks
 
 _WHY = ", since the module runs again in backward, by tiles of tokens. Change weights after backward"
 #: A tile has a multiple of this many tokens, to fill the tiles of matrix product kernels.
 _STEP = 256
 #: Copies of a product that live while its tile is differentiated: results, gradients and intermediate values.
 _COPIES = 3
-#: Attributes of a module that hold its parameters, buffers and children.
-_TABLES = ("_parameters", "_buffers", "_modules")
+#: Attributes of a module that hold its parameters, buffers and children; ZeRO-3 adds another table of parameters.
+_TABLES = ("_parameters", "_buffers", "_modules", "_original_parameters")
 #: (one tile of tokens) -> the module's result for it
 Run = Callable[[Tensor], Any]
 
@@ -58,6 +59,8 @@ class TileRewrite(Rewrite):
     """Tokens of a tile; 0: as many as there is room for."""
     layer: Layer | None
     """The forward that another patch gave the module, which runs each tile; None: the stock forward."""
+    is_leaf: bool
+    """Whether ZeRO-3 was to gather its weights at once before."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -65,6 +68,7 @@ class TileRewrite(Rewrite):
         return getattr(self.layer and self.layer.state, "reads", ())
 
     def undo(self, module: nn.Module) -> None:
+        gather_at_once(module, self.is_leaf)
         if self.layer is not None and isinstance(self.layer.state, Rewrite):
             self.layer.state.undo(module)
 
@@ -83,12 +87,16 @@ def patch_tiles(module: nn.Module, numbers: int, room: int, at_once: int = 0) ->
         at_once: tokens of a tile; 0: as many as there is room for.
 
     Raises:
-        ValueError: the module cannot be swapped.
+        ValueError: the module cannot be swapped, or ZeRO-3 has hooks inside.
     """
+    inside = [hooks for each in module.modules() if each is not module for hooks in module_hooks(each)]
+    if any(map(is_of_zero, (hook for hooks in inside for hook in hooks.values()))):
+        raise ValueError("ZeRO-3 gathers the weights of each module inside by hooks; patch before deepspeed.initialize")
     layer = layer_of(module)
     if layer is not None:
         restore_forward(module)
-    swap_forward(module, _forward, TileRewrite(numbers, room, at_once, layer), None if layer is None else layer.reads)
+    rewrite = TileRewrite(numbers, room, at_once, layer, gather_at_once(module))
+    swap_forward(module, _forward, rewrite, None if layer is None else layer.reads)
 
 
 def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
