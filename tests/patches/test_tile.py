@@ -376,6 +376,7 @@ WAYS = {
     "mean": lambda m, x: x.mean(1, keepdim=True),
     "shift": lambda m, x: F.pad(x, (0, 0, 1, 0))[:, :-1],
     "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
+    "attention without a scale": lambda m, x: F.scaled_dot_product_attention(8 * x, 8 * x, x, scale=1.0),
     "position": lambda m, x: torch.arange(x.size(1), dtype=x.dtype)[None, :, None] * x,
     "batch": lambda m, x: x - x.mean((0, 1)),
     "capacity": lambda m, x: torch.where((torch.arange(x.size(1)) < 64)[None, :, None], x, 0 * x),

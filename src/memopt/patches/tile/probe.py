@@ -1,8 +1,9 @@
 """Find modules that map each token on its own, and so can run by tiles of tokens: MLPs, experts, feed-forward layers.
 
-A copy of the module runs on few random tokens, as one batch and in uneven pieces. The output of a token must depend on
-that token alone. Experts with a capacity drop tokens if many are alike, so many equal tokens run too. Cheap functions
-of each row replace the matrix products, since only operations between the products can mix rows.
+A copy of the module runs on few tokens, as one batch and in uneven pieces. The output of a token must depend on that
+token alone, among random tokens and among tokens that are nearly equal. Experts with a capacity drop tokens if many
+are alike, so many equal tokens run too. Cheap functions of each row replace the matrix products, since only operations
+between the products can mix rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from memopt.walk.sites import Sites, is_inside
 #: Number of equal tokens: more than 64, the default capacity of the transformers experts that have a capacity.
 _EQUAL = 66
 _AGREES = 1e-5
+#: Relative distance of tokens that are near each other.
+_NEAR = 0.01
 #: A module is a site if the outputs of its products have at least this many times the elements of input and outputs.
 _GROWS = 1.25
 
@@ -130,10 +133,12 @@ def _maps_rows(module: nn.Module, x: Tensor, *, trains: bool) -> bool:
 
 def _is_by_rows(module: nn.Module, x: Tensor) -> bool:
     rows = x.view(1, -1, x.size(-1))
-    whole = _outputs(module, x)
-    pieces = [_outputs(module, piece) for piece in rows.split(3, dim=1)]
-    if not whole or not _agree(whole, [torch.cat(each) for each in zip(*pieces, strict=True)]):
-        return False
+    # Attention without a scale sees only itself among tokens that are far apart, and all of them among near ones.
+    for tokens in (x, x[:1, :1] + _NEAR * x):
+        whole = _outputs(module, tokens)
+        pieces = [_outputs(module, piece) for piece in tokens.view_as(rows).split(3, dim=1)]
+        if not whole or not _agree(whole, [torch.cat(each) for each in zip(*pieces, strict=True)]):
+            return False
     equal = _outputs(module, rows[:, :1].expand(1, _EQUAL, -1))
     one = _outputs(module, rows[:, :1])
     many = [torch.cat([each] * _EQUAL) for each in one]
