@@ -75,7 +75,7 @@ def patch(
             rules = _within(model, budget, rules, batch, seq)
         plan = plan_for(model, rules, inputs=inputs)
         applied = apply(model, plan)
-        _finish(model, applied)
+        _finish(model, applied, given=inputs is not None)
         _say(model, applied.plan)
     return model
 
@@ -214,7 +214,7 @@ def load(
             plan = make_plan(sites, unfolded)
             with affines_read(model, directory, names) as known:
                 applied = apply(model, plan, folded=known)
-        _finish(model, applied)
+        _finish(model, applied, given=batch is not None)
         done.append(model)
 
     with before_sharding(patched):
@@ -298,23 +298,27 @@ def _say(model: nn.Module, plan: PlanView) -> None:
     warn_once(model, summary(model).remarks)
 
 
-def _finish(model: nn.Module, applied: Applied) -> None:
-    """Warn of sites that could not be patched, and record the patch on the model; an error if nothing was patched."""
+def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
+    """Warn of sites that could not be patched, and record the patch on the model; an error if nothing was patched.
+
+    Args:
+        given: whether the user gave inputs: then no message advises that.
+    """
     reasons = dict.fromkeys(reason for _, reason in applied.refused)
     for reason in reasons:
-        names = [name or "the model" for name, why in applied.refused if why == reason]
+        names = list(dict.fromkeys(name or "the model" for name, why in applied.refused if why == reason))
         warnings.warn(f"memopt did not change {first_of(names)}: {reason}", stacklevel=3)
     sites = applied.plan.sites
+    advice = "The given inputs do not change this." if given else "Pass inputs=..."
     if not sites.ran:
         # Norms are patched nevertheless; blocks are guessed from the module tree.
-        warnings.warn(
-            f"memopt could observe little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3
-        )
+        warnings.warn(f"memopt could observe little of this model: {' '.join(sites.notes)}. {advice}", stacklevel=3)
     elif sites.unseen:
-        warnings.warn(f"memopt has not seen all of this model: {sites.unseen}. Pass inputs=...", stacklevel=3)
+        warnings.warn(f"memopt has not seen all of this model: {sites.unseen}. {advice}", stacklevel=3)
     if not applied.patched and (sites.unseen or not sites.ran):
         raise NegativeVerdict(
-            "Nothing was patched, because memopt could not run this model.", "Pass inputs=..., a training batch."
+            "Nothing was patched, because memopt could not run this model.",
+            f"The reason: {sites.unseen or ' '.join(sites.notes)}." if given else "Pass inputs=..., a training batch.",
         )
     if not applied.patched:
         raise NegativeVerdict(

@@ -95,6 +95,7 @@ def parallel(rank: int, folder: str, recipe: str) -> tuple[float, float]:
         model: Any = load(f"{folder}/{name}", distributed_config=DistributedConfig(tp_size=RANKS), **more).train()
         loss = model(**inputs).loss
         loss.backward()
+        assert "in place of memopt" not in str(memopt.summary(model))
         gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         found.append((loss.item(), gradients, live_bytes(lambda model=model: model(**inputs).loss)))
     (stock_loss, stock, before), (loss, ours, after) = found
@@ -110,6 +111,36 @@ def test_a_tensor_parallel_plan_trains_as_stock(pair: Pair, recipe: str, most: f
     for error, share in pair.call(parallel, str(tmp_path), recipe):
         assert error < 2e-6
         assert share < most
+
+
+def patched_in_memory(rank: int, folder: str, expert_parallel: bool) -> tuple[float, float, str]:
+    """`parallel` for a model that is patched after `from_pretrained`, and its summary."""
+    plan = {"tp_plan": "auto", "enable_expert_parallel": True} if expert_parallel else {}
+    config = DistributedConfig(tp_size=RANKS, **plan)
+    inputs = batch(Training("fsdp2"), 0, 0)
+    found, saved = [], []
+    for patches in (False, True):
+        model: Any = transformers.MixtralForCausalLM.from_pretrained(folder, distributed_config=config).train()
+        if patches:
+            memopt.patch(model)
+        model(**inputs).loss.backward()
+        found.append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+        saved.append(live_bytes(lambda model=model: model(**inputs).loss))
+    stock, ours = found
+    assert ours.keys() == stock.keys()
+    error = max(float((ours[n] - stock[n]).norm() / stock[n].norm()) for n in stock)
+    return error, saved[1] / saved[0], str(memopt.summary(model))
+
+
+@pytest.mark.filterwarnings("ignore:memopt did not change")
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_experts_in_a_parallel_plan_are_patched_in_memory(pair: Pair, expert_parallel: bool, tmp_path: Path) -> None:
+    tiny_model("mixtral", use_cache=False).save_pretrained(tmp_path)
+    for error, share, summary in pair.call(patched_in_memory, str(tmp_path), expert_parallel):
+        assert error < 2e-6
+        assert share < 0.8
+        assert "2 gated MLPs: 2 recomputed" in summary
+        assert "lm_head: its forward was replaced on the instance by transformers.distributed" in summary
 
 
 def trained_norm(rank: int, folder: str) -> None:

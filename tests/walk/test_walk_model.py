@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.distributed.expert_parallel import ExpertParallelLayer
+from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from memopt.walk.observe import NOT_IN_MEMORY, walk_model
 from memopt.walk.sites import Sites
@@ -90,6 +94,18 @@ def test_without_inputs_modules_are_probed_and_the_rest_is_said_to_be_unknown() 
     assert [a.kind for a in sites.activations] == ["gelu_erf", "gelu_erf"]
     assert [(d.name, d.probability) for d in sites.dropouts] == [("blocks.0.3", 0.3), ("blocks.1.3", 0.3)]
     assert any("no forward of the model runs here" in note for note in sites.notes)
+
+
+@pytest.mark.parametrize("style", [TensorParallelLayer, ExpertParallelLayer])
+def test_experts_in_a_parallel_plan_are_walked_without_it(style: Any) -> None:
+    model = tiny_model("mixtral")
+    model.set_experts_implementation("grouped_mm")
+    stock = walk_model(model)
+    for layer in model.model.layers:
+        style().install_forward(layer.mlp.experts, None)
+    sites = walk_model(model)
+    assert sites.ran
+    assert (sites.norms, sites.gated_mlps, sites.linears) == (stock.norms, stock.gated_mlps, stock.linears)
 
 
 def test_the_live_model_is_not_touched() -> None:

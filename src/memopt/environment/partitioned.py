@@ -1,5 +1,5 @@
-"""Models that other tools partition: ZeRO-3's parameters (empty except while they are gathered), and forwards with
-hooks of accelerate's device maps."""
+"""Models that other tools partition: ZeRO-3's parameters (empty except while they are gathered), forwards with hooks of
+accelerate's device maps, and forwards of transformers' tensor and expert parallel plans."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_PARALLEL_PLANS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
@@ -115,3 +117,11 @@ def is_only_moved(module: nn.Module) -> bool:
     """Whether accelerate's hook on `module` moves its inputs and outputs to other devices, and does nothing else."""
     hook: Any = vars(module).get("_hf_hook")
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and _hooks_its_class(module)
+
+
+def is_parallel_forward(forward: object) -> bool:
+    """Whether transformers' tensor or expert parallel plan made `forward`, which replaces a module's on the instance.
+
+    It is bound to that module: on a copy of the module it runs the module itself, with sharded weights.
+    """
+    return getattr(forward, "__module__", None) in _PARALLEL_PLANS

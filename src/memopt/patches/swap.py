@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
+from memopt.environment.partitioned import is_parallel_forward
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.reads import Reads
 from memopt.saved.observer import is_observed
@@ -62,7 +63,8 @@ def swap_forward(module: nn.Module, forward: Forward, state: object, reads: Read
     if hasattr(type(module), _ORIGINAL):
         raise ValueError("it is already patched, or a tool has made its own class from a patched one")
     if "forward" in vars(module):
-        raise ValueError("its forward was replaced on the instance; patch the model before that tool wraps it")
+        by = replaced_by(module) or "a wrapper"
+        raise ValueError(f"its forward was replaced on the instance by {by}; patch the model before that tool wraps it")
     try:
         swapped = _subclass(type(module), forward)
         module.__class__ = swapped
@@ -217,10 +219,15 @@ def _layers(forward: Any) -> list[Any]:
 
 
 def shadowed(model: nn.Module) -> dict[str, list[str]]:
-    """:func:`replaced_by` -> names of the swapped modules of `model` whose forward it replaces."""
+    """:func:`replaced_by` -> names of the swapped modules of `model` whose forward it replaces.
+
+    Forwards of transformers' parallel plans are left out: they call the forward that the module had before, memopt's.
+    """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if is_swapped(module) and (owner := replaced_by(module)) is not None:
+        if not is_swapped(module) or is_parallel_forward(vars(module).get("forward")):
+            continue
+        if (owner := replaced_by(module)) is not None:
             found.setdefault(owner, []).append(name)
     return found
 

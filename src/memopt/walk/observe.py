@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from memopt.environment.partitioned import is_parallel_forward
 from memopt.errors import InputsError, ModelError
 from memopt.torch_compat import module_hooks
 from memopt.walk.calls.arguments.request import inner_model
@@ -119,10 +120,10 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
         for hooks in module_hooks(module):
             hooks.clear()
-        # A trainer's wrapper of a forward may call the live module's forward; accelerate's wrapper moves tensors.
+        # Wrappers of trainers and parallel plans may call the live module's forward; accelerate's moves tensors.
         forward = vars(module).get("forward")
-        hooked = "_old_forward" in vars(module)
-        if hooked or (forward is not None and inspect.unwrap(forward) is inspect.unwrap(type(module).forward)):
+        wraps = "_old_forward" in vars(module) or is_parallel_forward(forward)
+        if wraps or (forward is not None and inspect.unwrap(forward) is inspect.unwrap(type(module).forward)):
             del module.__dict__["forward"]
         # Run experts as one batched product: a loop over the chosen experts reads values, which meta tensors lack.
         config: Any = getattr(module, "config", None)

@@ -12,7 +12,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from memopt.environment.generators import generators_kept
-from memopt.environment.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
+from memopt.environment.partitioned import gathers_for_its_calls, is_only_moved, is_parallel_forward, is_partitioned
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import stand_for
@@ -280,6 +280,8 @@ def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequenc
     weights gathered. With ZeRO-3's hooks the chunks are computed inside a call of the module. Global module hooks get
     the tensor that stands for the logits.
     """
+    if is_parallel_forward(vars(module).get("forward")):
+        return "a parallel plan of transformers shards their head"
     if type(x) not in PLAIN_TYPES or x.dim() < 2 or not x.is_floating_point() or x.is_nested:
         return _NOT_ONE_TENSOR
     if "parametrizations" in module._modules or ("forward" in vars(module) and not is_only_moved(module)):
