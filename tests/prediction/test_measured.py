@@ -20,9 +20,10 @@ from memopt.prediction.measure import RealStep, compare
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.events import Event, Trace
-from memopt.trace.trace import Step
+from memopt.trace.trace import Step, trace
 from memopt.trace.training import Checkpointing, Training
 from tests.trace.builders import named_config, sites_of
+from tests.trace.test_images import llava
 
 FAST = [
     Pair("llama", "full", "none"),
@@ -79,12 +80,41 @@ def test_the_step_of_a_ctc_loss_is_predicted(targets: int) -> None:
     assert not any("Loss: none" in each for each in guessed.assumptions)
 
 
+@pytest.mark.parametrize("kind", ["Parakeet", "Lasr"])
+def test_a_ctc_loss_that_reads_lengths_from_a_mask_is_predicted(kind: str) -> None:
+    encoder = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = getattr(transformers, f"{kind}CTCConfig")(vocab_size=64, pad_token_id=0, encoder_config=encoder)
+    config.architectures = [f"{kind}ForCTC"]
+    of = Step(config, Training(2, precision="fp32", dropout=False, cuda_kernels=False), sites_of(config))
+    found, real = predict(of), RealStep(of, Setup())
+    real.run()
+    assert not any("Loss: none" in each for each in found.assumptions)
+    assert found.peak.nbytes == pytest.approx(real.live_peak(), rel=0.005)
+
+
 @pytest.mark.parametrize(("kind", "has_loss"), [("BertForQuestionAnswering", True), ("BertModel", False)])
 def test_a_loss_is_missing_only_if_the_forward_returns_none(kind: str, has_loss: bool) -> None:
     config = named_config("bert")
     config.architectures, config.num_labels = [kind], 2
     notes = predict(Step(config, Training(2, 16), sites_of(config))).assumptions
     assert any("Loss: none" in each for each in notes) != has_loss
+
+
+@pytest.mark.parametrize("images", [0, 1])
+def test_a_weight_without_a_gradient_has_no_optimizer_state(images: int) -> None:
+    """Of LLaVA's tower, a step of text runs no block, and one with an image does not use the last."""
+    config = llava()
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.vision_config.num_hidden_layers = 7
+    of = Step(config, Training(1, 24, images=images, precision="fp32", cuda_kernels=False), sites_of(config))
+    found, real = predict(of, Setup("adamw-foreach")), RealStep(of, Setup("adamw-foreach"))
+    real.run()
+    assert found.peak.nbytes == pytest.approx(real.live_peak(), rel=LIMIT)
+    idle = {each.name for each in found.trace.parameters if each.is_idle}
+    assert idle == {name for name, each in real.model.named_parameters() if each not in real.optimizer.state}
+    assert any(text.startswith("No gradient in this step: ") for text in found.assumptions)
+    if not images:  # the tower's last output but one is asked for by its place, so no block can be left out
+        assert sum(each.is_idle for each in trace(of, groups=4).parameters) == len(idle)
 
 
 def test_a_gradient_with_several_terms_is_kept_until_all_are_there() -> None:

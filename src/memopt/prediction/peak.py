@@ -111,7 +111,7 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
     """The prediction for a step that has been traced; one trace serves any `setup`."""
     cuda = traced.training.cuda_kernels
     share = shard(traced, setup)
-    inside = tuple(block_of(traced, each.name) != "" for each in traced.parameters if each.trained)
+    inside = tuple(block_of(traced, each.name) != "" for each in traced.parameters if each.is_stepped)
     optimizer = follow(share.forms, setup, cuda, inside if setup.optimizer == "muon" else None)
     resident = [*share.resident, *optimizer.states]
     if cuda:
@@ -151,6 +151,11 @@ def _assumptions(traced: Trace, setup: Setup) -> list[str]:
         "held until backward has ended.",
         f"Optimizer: {OPTIMIZERS[setup.optimizer]}.",
     ]
+    if idle := [each for each in traced.parameters if each.is_idle]:
+        found.append(
+            f"No gradient in this step: {gib(sum(each.nbytes for each in idle))} of trained weights, for example "
+            f"{idle[0].name}; optimizers make no states for them (DeepSpeed does)."
+        )
     if traced.training.train == "qlora" and setup.sharding in ("fsdp", "zero3"):
         found.append("Sharding: of 4-bit weights it needs bnb_4bit_quant_storage in the dtype of the other weights.")
     if traced.training.cuda_kernels:

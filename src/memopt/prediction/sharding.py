@@ -75,7 +75,7 @@ class Share:
 
 def shard(traced: Trace, setup: Setup) -> Share:
     """The share of one of ``setup.devices``."""
-    forms = tuple((each.shape, each.dtype) for each in traced.parameters if each.trained)
+    forms = tuple((each.shape, each.dtype) for each in traced.parameters if each.is_stepped)
     whole = Share(tuple(traced.resident()), traced.events, traced.gradients, forms)
     if setup.sharding == "none":
         return whole
@@ -132,7 +132,7 @@ def _fsdp(traced: Trace, devices: int) -> Share:
             scatter(group)
     scatter("")  # after backward
     events += [Event(each, False, "backward") for each in (*before, *gathered)]
-    forms = tuple((_rows_over(each.shape, devices), each.dtype) for each in traced.parameters if each.trained)
+    forms = tuple((_rows_over(each.shape, devices), each.dtype) for each in traced.parameters if each.is_stepped)
     note = (
         "FSDP2: a group for each block and one for the rest; gathered are the rest, the running block, and a flat "
         "buffer of one block; weights, gradients and states in the dtype of the weights, no offload."
@@ -141,7 +141,7 @@ def _fsdp(traced: Trace, devices: int) -> Share:
 
 
 def _zero(traced: Trace, devices: int, stage: int) -> Share:
-    trained = [each for each in traced.parameters if each.trained]
+    trained = [each for each in traced.parameters if each.trained]  # flattened whether they have gradients or not
     elements = sum(prod(each.shape) for each in trained)
     width = max((each.dtype.itemsize for each in trained), default=2)
     part = -(-elements // devices)

@@ -92,7 +92,7 @@ def step_arguments(
         _with_values(inputs[name], 1)
     if not isinstance(source, Example) and "labels" not in inputs:
         targets = training_targets(model, inputs, run=None if real else _run_without_values)
-    return {**{name: _counted(label) for name, label in targets.items()}, **inputs}
+    return {**{name: _counted(name, target) for name, target in targets.items()}, **inputs}
 
 
 def group_experts(model: PreTrainedModel) -> None:
@@ -248,11 +248,12 @@ def _runs_without_values(
     return True
 
 
-def _counted(target: Any) -> Any:
-    """Labels of which none is ignored: the bytes of a loss depend on the number of rows that count."""
+def _counted(name: str, target: Any) -> Any:
+    """Labels of which none is ignored: the bytes of a loss depend on the number of rows that count. A mask of ones."""
     if not isinstance(target, Tensor) or target.is_floating_point():
         return target
-    return _with_values(torch.zeros_like(target), 0)
+    value = int(name.endswith("mask"))
+    return _with_values(torch.full_like(target, value), value)
 
 
 def _with_values(tensor: Tensor, value: int) -> Tensor:
@@ -278,7 +279,7 @@ def _like(arguments: Mapping[str, Any], dtype: torch.dtype | None = None, valued
 def _run_without_values(model: nn.Module, call: Call) -> Any:
     """Logits and loss, by which labels are chosen; the loss on meta, since a fake loss cannot be tested for NaN."""
     # Without known values a test of labels ("all below the size of the vocabulary?") reads as True.
-    counted = {name: _counted(value) if name.endswith("labels") else value for name, value in call.kwargs.items()}
+    counted = {name: _counted(name, value) if name.endswith("labels") else value for name, value in call.kwargs.items()}
     with CudaChoices():
         output = replace(call, kwargs=counted).run(model)
     loss = getattr(output, "loss", None)

@@ -89,6 +89,13 @@ class Parameter:
     nbytes: int
     trained: bool
     is_buffer: bool = False
+    is_idle: bool = False
+    """Whether it is trained and the step gives no gradient to it, so that an optimizer makes no state for it."""
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the optimizer steps it."""
+        return self.trained and not self.is_idle
 
 
 @dataclass(frozen=True)

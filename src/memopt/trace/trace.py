@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -83,7 +83,7 @@ def trace(
         found = record(model.trained, model.run, during_backward=model.choices(), within=calls, cuda=cuda)
         events, numbers = step_events(found)
         operations = tuple(each.at(bisect_left(numbers, each.moment)) for each in found.operations)
-        parameters = tuple(parameters_of(model.trained))
+        parameters = tuple(with_idle(parameters_of(model.trained), model.trained, of.sites.blocks))
         root = next(name for name, module in model.trained.named_modules() if module is model.model)
     for run in runs:
         parameters = with_all_blocks(parameters, run)
@@ -136,6 +136,19 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
                 nbytes += storage.nbytes()
         if nbytes:
             yield Parameter(name, tuple(tensor.shape), tensor.dtype, nbytes, tensor.requires_grad, name in buffers)
+
+
+def with_idle(parameters: Iterable[Parameter], model: nn.Module, blocks: Sequence[str]) -> Iterator[Parameter]:
+    """`parameters` after a backward, marked as idle if they have no gradient.
+
+    Not in a block that has gradients: an expert that got no token in this step gets some in another.
+    """
+    block_at = places(blocks)
+    reached = {name for name, each in model.named_parameters() if each.grad is not None}
+    running = {block_at(name) for name in reached} - {-1}
+    for each in parameters:
+        idle = each.trained and each.name not in reached and block_at(each.name) not in running
+        yield replace(each, is_idle=idle)
 
 
 def with_all_blocks(parameters: Sequence[Parameter], run: Run) -> tuple[Parameter, ...]:

@@ -206,15 +206,17 @@ def first_to_run(model: nn.Module, tried: Iterable[Call], run: Runner | None = N
 def training_targets(model: nn.Module, inputs: Mapping[str, Any], *, run: Runner | None = None) -> dict[str, Any]:
     """Arguments with which the forward returns a loss for `inputs`, mostly ``labels``; ``{}`` where none are found.
 
-    The shape of the logits decides: a class for each token, row or pixel, or a number for each row of one logit.
+    The shape of the logits decides: a class for each token, row or pixel, or a number for each row of one logit. Losses
+    that read the lengths of sounds from a mask (Parakeet's CTC) get one of ones.
     """
-    config = getattr(inner_model(model), "config", None)
+    config, names = getattr(inner_model(model), "config", None), forward_parameters(model)
     problem_type = getattr(config, "problem_type", None)
     try:
         logits = getattr(run_once(model, Call("", dict(inputs)), run), "logits", None)
-        for targets in _target_candidates(forward_parameters(model), logits, inputs):
-            if _gives_loss(model, {**inputs, **targets}, run):
-                return targets
+        for masks in ({}, *_masks_of_sounds(names, inputs)):
+            for targets in _target_candidates(names, logits, inputs):
+                if _gives_loss(model, {**inputs, **masks, **targets}, run):
+                    return {**masks, **targets}
     except Exception:  # the model does not run; runnable_calls says why
         return {}
     finally:
@@ -222,6 +224,12 @@ def training_targets(model: nn.Module, inputs: Mapping[str, Any], *, run: Runner
         if config is not None and hasattr(config, "problem_type"):
             config.problem_type = problem_type
     return {}
+
+
+def _masks_of_sounds(names: Collection[str], inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
+    sound = next((inputs[name] for name in ("input_features", "input_values") if name in inputs), None)
+    if "attention_mask" in names and "attention_mask" not in inputs and isinstance(sound, torch.Tensor):
+        yield {"attention_mask": torch.ones(sound.shape[:2], dtype=torch.long, device=sound.device)}
 
 
 def _target_candidates(names: Collection[str], logits: Any, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
