@@ -106,6 +106,21 @@ def test_a_dry_run_needs_the_config_alone(memopt: Memopt, llama: Path, tmp_path:
     assert memopt("patch", tmp_path).code == 2
 
 
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_force_without_a_folder_to_replace_is_said(memopt: Memopt, llama: Path, options: tuple[str, ...]) -> None:
+    said = "note: --force has no effect: there is nothing to replace."
+    assert said in memopt("patch", llama, "--force", *options).err
+    assert memopt("patch", llama, "--force").err.count(said) == bool(options)
+
+
+def test_a_revision_of_a_local_folder_is_refused_by_patch_and_said_by_report(memopt: Memopt, llama: Path) -> None:
+    assert "--revision is for hub ids" in memopt("patch", llama, "--dry-run", "--revision", "main").err
+    run = memopt("report", llama, "--seq", "8", "--batch", "1", "--revision", "main", "--force")
+    assert run.code == 0
+    assert f"note: --revision has no effect: '{llama}' is a local folder." in run.err
+    assert "note: --force has no effect: there is nothing to replace." in run.err
+
+
 def test_verbose_has_a_row_for_every_site(memopt: Memopt, llama: Path) -> None:
     run = memopt("patch", llama, "--dry-run", "--verbose")
     assert all(f"model.layers.{i}.input_layernorm" in run.out for i in range(2))

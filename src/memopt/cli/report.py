@@ -158,7 +158,10 @@ def report(
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
     # Errors that show without torch, which takes seconds to import.
-    model_folder(model)
+    folder = model_folder(model)
+    common.note_unused(
+        revision_of=None if revision is None else folder, force_of=(html, snapshot, out) if force else None
+    )
     if recipe is not None:  # else a patched folder may have its own
         from memopt.plan.recipe import load_recipe
 
