@@ -55,6 +55,16 @@ def test_shapes_and_dtypes_read_no_value() -> None:
     assert logits.value is None
 
 
+def test_logits_detached_in_place_stay_uncomputed_and_hold_no_graph() -> None:
+    """Schedules of torch.distributed.pipelining detach the last stage's output after its backward."""
+    _, logits, stock = pair()
+    F.cross_entropy(logits.flatten(0, 1), torch.zeros(len(stock.flatten(0, 1)), dtype=torch.long)).backward()
+    assert logits.detach_() is logits
+    assert (logits.value, logits.requires_grad, logits.grad_fn) == (None, False, None)
+    assert logits.source.x.grad_fn is None
+    torch.testing.assert_close(logits.as_subclass(Tensor), stock)
+
+
 LIKE = {
     "ones_like": torch.ones_like,
     "ones_like in another dtype": lambda y: torch.ones_like(y, dtype=torch.float64, requires_grad=True),

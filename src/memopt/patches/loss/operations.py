@@ -18,11 +18,12 @@ from torch import Tensor
 
 from memopt.environment.partitioned import is_partitioned
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
+from memopt.patches.loss.kept import wait
 from memopt.patches.loss.lazy import HANDLERS, LazyLogits, stand_for
 from memopt.patches.loss.memory import empty
 from memopt.patches.loss.source import Operation, Source, versions_of
 from memopt.recompute.expression import VALUE, Beside, Step, step
-from memopt.torch_compat import PLAIN_TYPES, no_dispatch
+from memopt.torch_compat import PLAIN_TYPES, no_dispatch, no_torch_function
 
 _ELEMENTWISE = """add __radd__ sub subtract rsub __rsub__ mul multiply __rmul__ div divide true_divide __rdiv__
     __rtruediv__ neg negative tanh sigmoid exp log pow square clamp clip clamp_min clamp_max"""
@@ -256,6 +257,19 @@ def _same(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> A
 def _detach(function: Any, name: str, logits: Any) -> Any:
     source = dataclasses.replace(logits.source, tracked=False, x=logits.source.x.detach())
     return stand_for(source, logits, function, _formed(torch.detach, logits))
+
+
+@handles("detach_")
+def _detach_in_place(function: Any, name: str, logits: Any) -> Any:
+    """Pipelining detaches the output of its last stage in place once its backward has run."""
+    if not isinstance(logits, LazyLogits) or not _is_alone(logits) or logits.written:
+        return NotImplemented
+    with no_torch_function():
+        function(logits)
+    logits.source = dataclasses.replace(logits.source, tracked=False, x=logits.source.x.detach())
+    logits.node = None
+    wait(logits)
+    return logits
 
 
 HANDLERS[Tensor.data.__get__] = functools.partial(_detach, lambda y: y.data, "data")  # type: ignore[attr-defined]
