@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -192,19 +192,6 @@ def recipe_names(incomplete: str) -> list[str]:
 def note(text: str) -> None:
     """Print a line on stderr."""
     print(_ERASE_LINE * _draws() + printable(text), file=sys.stderr, flush=True)
-
-
-def note_unused(*, revision_of: Path | None = None, force_of: Iterable[Path | None] | None = None) -> None:
-    """Note options that were given and have no effect.
-
-    Args:
-        revision_of: the local folder for which --revision was given.
-        force_of: the paths that --force may replace, if it was given.
-    """
-    if revision_of is not None:
-        note(f"note: --revision has no effect: '{revision_of}' is a local folder.")
-    if force_of is not None and not any(path is not None and path.exists() for path in force_of):
-        note("note: --force has no effect: there is nothing to replace.")
 
 
 def _draws() -> bool:

@@ -91,12 +91,10 @@ def patch(
     from memopt.plan.recipe import load_recipe
 
     check_kinds(emit or ())
-    folder = model_folder(model)
+    folder = model_folder(model, revision)
     load_recipe(recipe, settings or ())
-    target = default_folder(model) if out is None else out
-    common.note_unused(force_of=(None if dry_run else target,) if force else None)
     if folder is not None and not dry_run:
-        check_target(target, folder, force=force)
+        check_target(default_folder(model) if out is None else out, folder, force=force)
     with common.only_results_on_stdout(), common.progress("Writing") as progress:
         from memopt.pipeline import patch_checkpoint
 

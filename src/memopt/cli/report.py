@@ -158,10 +158,9 @@ def report(
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
     # Errors that show without torch, which takes seconds to import.
-    folder = model_folder(model)
-    common.note_unused(
-        revision_of=None if revision is None else folder, force_of=(html, snapshot, out) if force else None
-    )
+    model_folder(model, revision)
+    if force and not any((html, snapshot, out)):
+        common.note("note: --force has no effect: no file is to be written.")
     if recipe is not None:  # else a patched folder may have its own
         from memopt.plan.recipe import load_recipe
 

@@ -202,20 +202,23 @@ def _items(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def model_folder(source: str | Path) -> Path | None:
+def model_folder(source: str | Path, revision: str | None = None) -> Path | None:
     """The folder that `source` names; None if it is a hub id.
 
     Raises:
-        ModelError: `source` is a path, and no folder is there.
+        ModelError: `source` is a path, and no folder is there; a folder is there, which has no `revision`.
     """
-    if not str(source):
+    name = str(source)
+    if not name:
         raise ModelError("The name of the model is empty.", "Give a folder or a hub id.")
     folder = user_path(source)
     if folder.is_dir():
+        if revision is not None:
+            raise ModelError(f"--revision is for hub ids, and '{name}' is a local folder.")
         return folder
     if folder.exists():
         raise ModelError(f"'{source}' is a file, not a model folder.", "Give the folder that holds its config.json.")
-    if isinstance(source, Path) or str(source).startswith(("/", "./", "../", "~")):
+    if isinstance(source, Path) or name.startswith((".", "/", "~")):
         raise ModelError(f"The folder '{source}' does not exist.", "Check the path.")
     return None
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 
-from memopt.environment.files import user_path
-from memopt.errors import ModelError
+from memopt.environment.files import model_folder, user_path
 
 #: Suffixes of files of tensors, as shell wildcards.
 TENSORS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.npz")
@@ -37,15 +35,9 @@ def locate(model: str, *, revision: str | None = None, allow_pickle: bool = Fals
     Raises:
         ModelError: the model exists neither here nor on the hub, is gated, or cannot be reached.
     """
-    path = user_path(model)
-    if path.is_dir():
-        if revision is not None:
-            raise ModelError(f"--revision is for hub ids, and '{model}' is a local folder.")
-        return path.resolve()
-    if path.exists():
-        raise ModelError(f"'{model}' is a file, not a folder.", "Give the folder that contains config.json.")
-    if _looks_like_a_path(model):
-        raise ModelError(f"The folder '{model}' does not exist.")
+    folder = model_folder(model, revision)
+    if folder is not None:
+        return folder.resolve()
     ignored = [*OTHER_WEIGHTS, *(() if weights else TENSORS)]
     root = _download(model, revision, ignored)
     if allow_pickle and weights and not any(root.glob("*.safetensors")):
@@ -63,10 +55,6 @@ def cache_folder() -> Path:
     from huggingface_hub import constants
 
     return user_path(constants.HF_HUB_CACHE).resolve()
-
-
-def _looks_like_a_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or os.sep * 2 in model
 
 
 def _download(model: str, revision: str | None, ignored: list[str]) -> Path:

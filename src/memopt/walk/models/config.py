@@ -59,7 +59,7 @@ def load_config(
     Raises:
         ModelError: the folder, file, id, revision or model type is missing, broken or not allowed; says which.
     """
-    folder = model_folder(source)
+    folder = model_folder(source, revision)
     path = _config_on_hub(str(source), revision) if folder is None else _config_in_folder(folder)
     settings = _read(path, source)
     _check_known(settings, source, trust_remote_code)
