@@ -20,17 +20,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
-from memopt.patches.swap import original_class
+from memopt.patches.swap import is_watched, original_class
 from memopt.recompute.versions import changed_in_place, versions_of
 from memopt.torch_compat import no_dispatch
 
-#: Attributes that a module's forward depends on beside its tensors: train mode, and the active adapters (PEFT).
-MODES = ("training", "_active_adapter", "_disable_adapters")
+#: Attributes that a module's forward depends on beside its tensors: train mode, and PEFT's active adapters and scales.
+MODES = ("training", "_active_adapter", "_disable_adapters", "scaling")
 #: A table that holds a value (parameters, buffers or attributes of a module, say), and the value's key there.
 Slot = tuple[dict[Any, Any], Any]
 ABSENT = object()
 #: Types that may be changed in place, and types that are compared by value.
 CONTAINERS, NUMBERS = (list, dict, set, deque), (int, float, str)
+PLAIN = (type(None), bool, *NUMBERS)
+#: Attributes that every module has, and memopt's own.
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_memopt"})
+#: Attributes that hold weights where a tool computes them (hypernetworks, weight norm, FSDP1's views).
+WEIGHTS = ("weight", "bias")
 
 
 class _Active(threading.local):
@@ -68,14 +73,39 @@ def inside(modes: tuple[type[RepeatedMode], ...]) -> Iterator[None]:
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """Parameters, buffers and `MODES` of `module` and of the modules inside it."""
+    """Parameters, buffers, `MODES` and plain attributes of `module` and of the modules inside it."""
     slots: list[Slot] = []
     for each in module.modules() if module._modules else (module,):
         own = vars(each)
         slots += [(own, name) for name in MODES if name in own]
+        # Hooks keep counters as attributes of their modules; a weight is read whoever set it.
+        found = () if is_watched(each) else own.keys() - OF_EVERY_MODULE - {*MODES, *WEIGHTS}
+        slots += [(own, name) for name in found if _is_state(own[name])]
+        slots += [(own, name) for name in WEIGHTS if name in own or each._parameters.get(name) is not None]
         for table in (each._parameters, each._buffers):
             slots += [(table, name) for name, tensor in table.items() if tensor is not None]
     return slots
+
+
+def _is_state(value: Any) -> bool:
+    """Whether an attribute is a tensor, a number, or a container of numbers, such as the scales of adapters.
+
+    A tensor with a gradient may be a result of the last call, whose graph it would keep alive.
+    """
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else (value,)
+    return all(type(each) in PLAIN for each in inside)
+
+
+def has_gradient(value: Any, depth: int = 3) -> bool:
+    """Whether `value` is, or holds, a tensor with a gradient."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, nn.Module):  # in a container it is no child
+        return any(each.requires_grad for each in value.parameters())
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+    return depth > 0 and any(has_gradient(each, depth - 1) for each in inside)
 
 
 class Held:
@@ -247,14 +277,14 @@ class Around:
 
     module: nn.Module
     held: Held
-    """Weights, buffers and modes at the forward; `torch.func.functional_call` may exchange weights during it."""
+    """What :func:`slots_of` lists, at the forward; `torch.func.functional_call` may exchange weights during it."""
     autocast: torch.dtype | None
     modes: tuple[type[RepeatedMode], ...]
 
     @classmethod
     def of(cls, module: nn.Module, x: Tensor) -> Around:
         """The conditions of a forward of `module` with input `x` that is about to run."""
-        return cls(module, Held(slots_of(module)), autocast_dtype(x), active_modes())
+        return cls(module, Held(slots_of(module), copies=True), autocast_dtype(x), active_modes())
 
     @contextmanager
     def again(self, x: Tensor, random: tuple[Tensor, ...], why: str) -> Iterator[None]:

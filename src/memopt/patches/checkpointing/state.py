@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt.patches.checkpointing.decisions import Decisions
 from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention
-from memopt.patches.rerun import ABSENT, CONTAINERS, MODES, NUMBERS, Held, Slot, copied, standing
+from memopt.patches.rerun import ABSENT, CONTAINERS, MODES, OF_EVERY_MODULE, PLAIN, Held, Slot, copied, standing
 from memopt.patches.swap import is_watched
 from memopt.recompute.versions import changed_in_place, check_version, versions_of
 from memopt.torch_compat import module_hooks
@@ -27,14 +27,12 @@ from memopt.torch_compat import module_hooks
 _LOOKS = 2
 #: Elements of the largest buffer that is copied in case the forward changes it in place.
 _LARGEST_COPY = 1 << 20
-_PLAIN = (type(None), bool, tuple, *NUMBERS)
 #: Levels of objects inside objects that are searched for state.
 _DEPTH = 3
 _WHY = (
     ", because the block is checkpointed and runs again in backward. Change weights after backward; if the block's own "
     "forward changes them, leave the block out of checkpointing.blocks"
 )
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_memopt"})
 
 
 class BlockState:
@@ -77,7 +75,7 @@ class BlockState:
         for module in modules:
             own = vars(module)
             # Engines keep their own counters as attributes of modules with hooks; these are not state.
-            looked_at = MODES if is_watched(module) else (*MODES, *own.keys() - _OF_EVERY_MODULE)
+            looked_at = MODES if is_watched(module) else (*MODES, *own.keys() - OF_EVERY_MODULE)
             self.slots += [(own, name) for name in looked_at if name in own and _is_state(own[name])]
             _add_tables(inside, [own[name] for name in looked_at if name in own])
             self._may_grow += () if is_watched(module) else (own, module._buffers)
@@ -231,7 +229,7 @@ def _is_state(value: Any) -> bool:
     # A tensor that requires a gradient may be a result of the last call, whose graph it would keep alive.
     if isinstance(value, Tensor):
         return not value.requires_grad
-    return type(value) in _PLAIN or isinstance(value, CONTAINERS)
+    return type(value) in (tuple, *PLAIN) or isinstance(value, CONTAINERS)
 
 
 @contextmanager

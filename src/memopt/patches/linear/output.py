@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import recomputed_output
-from memopt.patches.rerun import Around, have_moved, is_on_gpu, random_states
+from memopt.patches.rerun import OF_EVERY_MODULE, WEIGHTS, Around, has_gradient, have_moved, is_on_gpu, random_states
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward, swap_state
 from memopt.recompute.specs import shared_cast
@@ -88,8 +88,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         return checkpoint(functools.partial(stock, module), x, use_reentrant=False)
     if steps_aside() or not in_a_scope() or is_checkpointed_region():  # there it would run three times
         return stock(module, x)
-    # A tool that replaces the forward of an instance (offloading) may load the weights only during its calls.
-    if not is_saved or _is_wrapped(module) or (is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):
+    if not is_saved or not _may_run_again(module) or (is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):
         return stock(module, x)
     if torch.distributed.is_available() and torch.distributed.is_initialized() and _frees_its_weights():
         return stock(module, x)
@@ -145,11 +144,14 @@ class _Again:
             del _running.x
 
 
-def _is_wrapped(module: nn.Module) -> bool:
-    return any(
+def _may_run_again(module: nn.Module) -> bool:
+    return not any(
+        # A tool that replaces the forward of an instance (offloading) may load the weights only during its calls.
         "forward" in vars(each)
         or "parametrizations" in each._modules
         # Every run of the hook of torch.nn.utils.spectral_norm makes a step of power iteration.
         or any(isinstance(hook, SpectralNorm) for hook in module_hooks(each)[1].values())
+        # The second run cannot have it back: it may hold the graph of the last call.
+        or any(has_gradient(vars(each)[name]) for name in vars(each).keys() - OF_EVERY_MODULE - set(WEIGHTS))
         for each in module.modules()
     )

@@ -30,7 +30,7 @@ from memopt.kernels.base.autograd import (
 )
 from memopt.kernels.base.pieces import slices
 from memopt.kernels.replay.function import added, gradients_again
-from memopt.patches.rerun import Around, have_moved, random_states, standing
+from memopt.patches.rerun import Around, has_gradient, have_moved, random_states, standing
 from memopt.patches.swap import Layer, Rewrite, is_watched, layer_of, restore_forward, steps_aside, swap_forward
 from memopt.patches.tile.probe import by_rows
 from memopt.recompute.pure import with_tensors, without_tensors
@@ -145,16 +145,7 @@ def _runs_by_tiles(rewrite: TileRewrite, module: nn.Module, x: Tensor) -> bool:
 
 def _may_run_again(module: nn.Module) -> bool:
     """Whether no attribute of `module` but its tables holds a tensor with a gradient: a tile would give it none."""
-    return not any(_has_gradient(value) for name, value in vars(module).items() if name not in _TABLES)
-
-
-def _has_gradient(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    if isinstance(value, nn.Module):  # in a container it is no child
-        return any(each.requires_grad for each in value.parameters())
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-    return depth > 0 and any(_has_gradient(each, depth - 1) for each in inside)
+    return not any(has_gradient(value) for name, value in vars(module).items() if name not in _TABLES)
 
 
 @dataclass(frozen=True, eq=False)
