@@ -495,3 +495,28 @@ def test_proofs_in_a_checkpointed_block_save_nothing_there() -> None:
         found.append([p.grad for p in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+class InPlace(nn.Module):
+    """Changes the input of its first linear in place, which stock allows where that has saved a 16-bit cast of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        r = self.norm(x).float() + x
+        y = self.fc2(nn.functional.gelu(self.fc1(r)))
+        r += y
+        return r
+
+
+def test_the_input_may_change_in_place_where_autocast_has_saved_a_cast_of_it() -> None:
+    torch.manual_seed(0)
+    stock, x, found = nn.Sequential(InPlace(), InPlace()), torch.randn(2, 12, 16), []
+    for model in (stock, memopt.patch(copy.deepcopy(stock), recipe(), inputs={"input": x})):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x).float().square().mean().backward()
+        found.append({name: each.grad for name, each in model.named_parameters()})
+    assert chosen(model)
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=1e-3)

@@ -22,7 +22,7 @@ from memopt.kernels.linear.function import recomputed_output
 from memopt.patches.rerun import OF_EVERY_MODULE, WEIGHTS, Around, has_gradient, have_moved, is_on_gpu, random_states
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward, swap_state
-from memopt.recompute.specs import shared_cast
+from memopt.recompute.specs import shared_cast, spec_of
 from memopt.recompute.versions import with_witness
 from memopt.saved.scope import in_a_scope
 from memopt.torch_compat import FakeTensor, fsdp_takes_back, is_checkpointed_region, module_hooks, modules_that_run
@@ -92,6 +92,8 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         return stock(module, x)
     if torch.distributed.is_available() and torch.distributed.is_initialized() and _frees_its_weights():
         return stock(module, x)
+    if rewrite.casts and weight is not None and weight.requires_grad:
+        x = _as_saved(x)
     around = Around.of(module, x)
     may_draw = module.training and bool(module._modules)
     random = random_states(x) if may_draw else ()
@@ -101,6 +103,12 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     if may_draw and not have_moved(random, x):
         random = ()
     return with_witness(recomputed_output(y, x, _Again(stock, module, around, random)))
+
+
+def _as_saved(x: Tensor) -> Tensor:
+    """`x`, or the cast of it that autocast saves for the weight: stock allows changes in place of `x` itself."""
+    dtype = None if spec_of(x) is not None else autocast_dtype(x)
+    return x if dtype is None or x.dtype is torch.float64 else x.to(dtype)
 
 
 def _frees_its_weights() -> bool:
