@@ -69,3 +69,10 @@ def test_a_compiled_module_shows_the_original() -> None:
     module = nn.Linear(2, 2)
     assert torch_compat.compiled_module(torch.compile(module)) is module
     assert torch_compat.compiled_module(module) is None
+
+
+def test_hook_flags_tell_which_hooks_take_keyword_arguments() -> None:
+    module = nn.Linear(2, 2)
+    assert [*map(dict, torch_compat.hook_flags(module))] == [{}, {}]
+    handle = module.register_forward_pre_hook(lambda module, given, named: None, with_kwargs=True)
+    assert [*map(dict, torch_compat.hook_flags(module))] == [{}, {handle.id: True}]

@@ -1,7 +1,7 @@
 """Run a module again in backward, under the conditions of its forward.
 
 These conditions are its weights, buffers and modes (:class:`Held`), its random numbers, autocast, and the function
-modes around it (:class:`Around`). Callers take care of inputs and hooks.
+modes around it (:class:`Around`), with the hooks of modules inside. Callers take care of inputs and the module's hooks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -22,12 +22,14 @@ from torch.overrides import TorchFunctionMode
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.patches.swap import is_watched, original_class
 from memopt.recompute.versions import changed_in_place, versions_of
-from memopt.torch_compat import no_dispatch
+from memopt.torch_compat import hook_flags, module_hooks, no_dispatch
 
 #: Attributes that a module's forward depends on beside its tensors: train mode, and PEFT's active adapters and scales.
 MODES = ("training", "_active_adapter", "_disable_adapters", "scaling")
 #: A table that holds a value (parameters, buffers or attributes of a module, say), and the value's key there.
 Slot = tuple[dict[Any, Any], Any]
+#: A table of hooks of a module: id -> hook or flag.
+HookTable = MutableMapping[int, Any]
 ABSENT = object()
 #: Types that may be changed in place, and types that are compared by value.
 CONTAINERS, NUMBERS = (list, dict, set, deque), (int, float, str)
@@ -220,6 +222,28 @@ def standing(values: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
         _put(now)
 
 
+def tables_of_hooks(modules: Iterable[nn.Module]) -> list[HookTable]:
+    """The tables of hooks of `modules`, which a module never replaces."""
+    return [table for module in modules for table in (*module_hooks(module), *hook_flags(module))]
+
+
+@contextmanager
+def hooks_as_before(hooked: Sequence[tuple[HookTable, dict[int, Any]]]) -> Iterator[None]:
+    """Inside, the same hooks run as in the first run: they may change outputs, and a module whose child has hooks saves
+    other tensors. So a hook that was removed since runs once more, and one that was added since does not.
+    """
+    changed = [(table, had, dict(table)) for table, had in hooked if had != table]
+    try:
+        for table, had, _ in changed:
+            table.clear()
+            table.update(had)
+        yield
+    finally:
+        for table, _, now in changed:
+            table.clear()
+            table.update(now)
+
+
 def _put(values: Sequence[tuple[Slot, Any]]) -> None:
     for (table, name), value in values:
         if value is ABSENT:
@@ -280,11 +304,15 @@ class Around:
     """What :func:`slots_of` lists, at the forward; `torch.func.functional_call` may exchange weights during it."""
     autocast: torch.dtype | None
     modes: tuple[type[RepeatedMode], ...]
+    hooked: tuple[tuple[HookTable, dict[int, Any]], ...]
+    """The hooks of the modules inside; callers take care of the module's own."""
 
     @classmethod
     def of(cls, module: nn.Module, x: Tensor) -> Around:
         """The conditions of a forward of `module` with input `x` that is about to run."""
-        return cls(module, Held(slots_of(module), copies=True), autocast_dtype(x), active_modes())
+        inside = tables_of_hooks([*module.modules()][1:] if module._modules else ())
+        hooked = tuple((table, dict(table)) for table in inside)
+        return cls(module, Held(slots_of(module), copies=True), autocast_dtype(x), active_modes(), hooked)
 
     @contextmanager
     def again(self, x: Tensor, random: tuple[Tensor, ...], why: str) -> Iterator[None]:
@@ -296,5 +324,11 @@ class Around:
             why: as in :meth:`Held.lent`, which raises the errors.
         """
         lent = self.held.lent(self.module, why)
-        with autocast_as(self.autocast, x), drawing_from(random, x), standing(lent), inside(self.modes):
+        with (
+            autocast_as(self.autocast, x),
+            drawing_from(random, x),
+            standing(lent),
+            inside(self.modes),
+            hooks_as_before(self.hooked),
+        ):
             yield

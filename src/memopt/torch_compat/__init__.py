@@ -78,6 +78,7 @@ from memopt.torch_compat.modules import (
     fsdp_leaves_gathered,
     fsdp_takes_back,
     has_any_global_hook,
+    hook_flags,
     is_checkpointed_region,
     is_dropout,
     is_module_call,

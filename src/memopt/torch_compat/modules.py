@@ -37,6 +37,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 for _name in _HOOKS:
     find(f"torch.nn.Module.{_name}", None, _WATCHED)
 
+_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+for _name in _FLAGS:
+    find(f"torch.nn.Module.{_name}", None, "hooks with keyword arguments that are removed before backward")
+
 Tables = tuple[MutableMapping[int, Any], ...]
 
 
@@ -56,6 +61,11 @@ module_hooks: Callable[[nn.Module], Tables] = (
 
 The parent of a hooked module must call it, not bypass it. Without these names every module counts as hooked.
 """
+
+
+def hook_flags(module: nn.Module) -> Tables:
+    """Tables of the hooks that get keyword arguments, beside :func:`module_hooks`; () without these private names."""
+    return tuple(vars(module)[name] for name in _FLAGS if name in vars(module))
 
 
 def no_forward_hooks() -> dict[str, OrderedDict[int, Any]]:

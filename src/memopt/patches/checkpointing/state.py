@@ -7,7 +7,7 @@ second run. So are tensors that the forward itself changes in place, as copies. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -18,10 +18,22 @@ from torch import Tensor, nn
 from memopt.patches.checkpointing.decisions import Decisions
 from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention
-from memopt.patches.rerun import ABSENT, CONTAINERS, MODES, OF_EVERY_MODULE, PLAIN, Held, Slot, copied, standing
+from memopt.patches.rerun import (
+    ABSENT,
+    CONTAINERS,
+    MODES,
+    OF_EVERY_MODULE,
+    PLAIN,
+    Held,
+    HookTable,
+    Slot,
+    copied,
+    hooks_as_before,
+    standing,
+    tables_of_hooks,
+)
 from memopt.patches.swap import is_watched
 from memopt.recompute.versions import changed_in_place, check_version, versions_of
-from memopt.torch_compat import module_hooks
 
 #: Number of first calls in which all state of a block is observed; the first call may create some of it.
 _LOOKS = 2
@@ -44,7 +56,7 @@ class BlockState:
         self._tables: list[dict[str, Any]] = []
         """The tables of parameters and buffers of each module, which a module never replaces."""
         self._parts, self._size = [None], 0
-        self.hooks: list[MutableMapping[int, Any]] = []
+        self.hooks: list[HookTable] = []
         """The tables of hooks of each module inside, which a module never replaces."""
         self._may_grow: list[dict[Any, Any]] = []
         """Tables in which a forward may create state, beside those of parameters and of children."""
@@ -66,7 +78,7 @@ class BlockState:
         self._children = [module._modules for module in modules]
         self._parts = list(chain.from_iterable(map(dict.values, self._children)))
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
-        self.hooks = [table for module in modules[1:] for table in module_hooks(module)]
+        self.hooks = tables_of_hooks(modules[1:])
         self._size, self.looks, self.moving = sum(map(len, self._tables)), 0, set()
         self.decides = self.is_proved = False
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
@@ -176,7 +188,7 @@ class RunsTwice:
         decisions, attention = self._decisions, self._attention
         with (
             self._state.proving(self._own, self._block),
-            _hooks_as_before(self._hooked),
+            hooks_as_before(self._hooked),
             standing([*lent, *self._created]),
             self._by_heads,
             nullcontext() if decisions is None else decisions.repeat(),
@@ -191,7 +203,7 @@ class RunsTwice:
         self._held = held = Held(state.slots, copies=may_move)
         possible = self._possible_copies(held, looks) if may_move else {}
         before = state.before() if looks else []
-        self._hooked = [(table, bool(table)) for table in state.hooks]
+        self._hooked = [(table, dict(table)) for table in state.hooks]
         self._given_versions = versions_of(self._arguments)
         self._decisions = Decisions(args) if looks or state.decides else None
         try:
@@ -230,23 +242,6 @@ def _is_state(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.requires_grad
     return type(value) in (tuple, *PLAIN) or isinstance(value, CONTAINERS)
-
-
-@contextmanager
-def _hooks_as_before(hooked: Sequence[tuple[MutableMapping[int, Any], bool]]) -> Iterator[None]:
-    """Inside, the same tables have hooks as in the first run, since a module whose child has hooks saves other tensors.
-
-    A hook that was removed since is stood for by one that does nothing; one that was added since does not run.
-    """
-    changed = [(table, dict(table)) for table, had in hooked if had is not bool(table)]
-    try:
-        for table, now in changed:
-            table.clear() if now else table.update({-1: lambda *given: None})
-        yield
-    finally:
-        for table, now in changed:
-            table.clear()
-            table.update(now)
 
 
 def _may_be_made_again(name: Any, value: Any) -> bool:
