@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from transformers.modeling_outputs import BaseModelOutput
 
 import memopt
 from tests.factories import tiny_inputs, tiny_model
@@ -85,3 +86,59 @@ def test_a_head_that_is_replaced_between_two_steps_is_patched_at_the_second() ->
     assert not saved_logits(model, batch)
     new_head(model)
     assert not saved_logits(model, batch)
+
+
+CHUNKED = ("loss.method=chunked",)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [("int8", CHUNKED), ("mesa", CHUNKED), ("exact-levels", ()), ("exact-unfolded", ("ignore=['*layers.0*']",))],
+    ids=["int8", "mesa", "levels", "first block ignored"],
+)
+def test_a_head_is_looked_at_under_every_recipe(recipe: str, settings: tuple[str, ...]) -> None:
+    model = tiny_model("llama", tie_word_embeddings=False).train()
+    memopt.patch(model, memopt.load_recipe(recipe, settings))
+    new_head(model)
+    model(**tiny_inputs("llama", 2, 8)).loss.backward()
+    assert "lm_head was replaced" not in str(memopt.summary(model))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_head_is_looked_at_under_checkpointing_of_the_model_in_any_step(*, reentrant: bool) -> None:
+    model = memopt.patch(tiny_model("llama", tie_word_embeddings=False).train(), "exact-unfolded")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
+    for _ in range(2):
+        new_head(model)
+        model(**tiny_inputs("llama", 2, 8)).loss.backward()
+        assert "lm_head was replaced" not in str(memopt.summary(model))
+
+
+def test_a_head_is_looked_at_where_the_first_stack_of_blocks_does_not_run() -> None:
+    model = memopt.patch(tiny_model("t5", tie_word_embeddings=False).train(), "exact-unfolded")
+    new_head(model)
+    encoded = BaseModelOutput(torch.randn(2, 8, model.config.d_model))  # type: ignore[union-attr, arg-type]
+    model(encoder_outputs=encoded, labels=tiny_inputs("t5", 2, 8)["labels"]).loss.backward()
+    assert "lm_head was replaced" not in str(memopt.summary(model))
+
+
+class Distilled(nn.Module):
+    """Calls the parts of its student, beside a teacher that is patched too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("teacher", "student"):
+            model = tiny_model("llama", tie_word_embeddings=False).train()
+            self.add_module(name, memopt.patch(model, "exact-unfolded"))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.student.model(input_ids=input_ids).last_hidden_state  # type: ignore[union-attr, operator]
+        logits = self.student.lm_head(hidden)  # type: ignore[union-attr, operator]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+
+
+def test_a_head_of_the_student_is_looked_at_beside_a_patched_teacher() -> None:
+    both = Distilled()
+    new_head(both.student)  # type: ignore[arg-type]
+    both(tiny_inputs("llama", 2, 8)["input_ids"]).backward()
+    assert "lm_head was replaced" not in str(memopt.summary(both.student))  # type: ignore[arg-type]

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     #: A module's table of children, and a name in it.
     Place = tuple[dict[str, nn.Module | None], str]
-    Prepare = Callable[[nn.Module], Sequence[Place] | None]
+    Prepare = Callable[[nn.Module], None]
+    Look = Callable[[nn.Module], Sequence[Place] | None]
 
 #: Effect of a patch's rules on gradients: nothing beyond rounding, a bounded error, or unbiased noise.
 Effect = Literal["exact", "approximate", "sampled"]
@@ -216,8 +217,11 @@ class InScopes:
     modes: Mapping[str, Mode] = field(default_factory=dict)
     """Module -> the context around each of its calls, with and without gradients, inside its scope if it has one."""
     prepare: Callable[[str], Prepare | None] | None = None
-    """Name of a scope's module -> a function of that module, called when linears inside, or modules at the places that
-    it returned last, were exchanged (first call included). Unused where scopes are always open."""
+    """Name of a scope's module -> a function of that module, called when linears inside were exchanged (first call
+    included). Unused where scopes are always open."""
+    look: Look | None = None
+    """A function of the first block of each stack, called before the first training step, and when modules at the
+    places that it returned last were exchanged. It is called again at the next call where it returns None."""
     compression: Compression | None = None
     """How saved tensors that are not recomputed are stored."""
     compressed: Collection[str] = ()

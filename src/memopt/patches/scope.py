@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.base import InScopes, PlanView
@@ -26,10 +28,10 @@ from memopt.recompute.specs import Region, is_under_foreign_hooks
 from memopt.saved.scope import RecomputeScope
 from memopt.saved.slots import Compression
 from memopt.torch_compat import has_any_global_hook, module_hooks
-from memopt.walk.sites import is_inside
+from memopt.walk.sites import is_inside, parent
 
 if TYPE_CHECKING:
-    from memopt.patches.base import Place, Prepare
+    from memopt.patches.base import Look, Place, Prepare
 
 #: Calls after which a scope that replaced nothing is opened once more, because a model may change between steps.
 LOOK_AGAIN = 64
@@ -42,7 +44,7 @@ _NOT_QUANTISED = "saved tensors are not quantised, and gradients are exact; quan
 class ScopeHistory:
     """Forms of calls of one module, with the finding whether the scope replaced anything. A copy starts empty."""
 
-    __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_pre_hooks", "proofs")
+    __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_places", "_pre_hooks", "_stood", "proofs")
 
     def __init__(self) -> None:
         self._calls_closed: dict[Any, int | None] = {}
@@ -55,6 +57,9 @@ class ScopeHistory:
         """Linears and modules with a linear as child; for each one, its parent's `_modules` and its name there."""
         self._pre_hooks: tuple[Any, ...] = ()
         """Tables of forward hooks and forward pre-hooks of the modules inside. A module never replaces its tables."""
+        self._places: Sequence[Place] = ()
+        self._stood: list[nn.Module | None] | None = None
+        """The modules at the places that the last look returned; None before the first look."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ScopeHistory, ()
@@ -82,25 +87,25 @@ class ScopeHistory:
             return False
         self._calls_closed.clear()
         self.proofs.clear()
+        self._stood = None  # who exchanges linears may have replaced more
         inside = list(module.modules())[1:]
         self._pre_hooks = tuple(table for child in inside for table in module_hooks(child)[:2])
         # Parents of linears are compared too: an adapter may wrap or release a linear without changing the linear.
         self._linears, self._children, self._names = [], [], []
-        for parent in module.modules():
-            for name, child in parent._modules.items():
+        for around in module.modules():
+            for name, child in around._modules.items():
                 if child is not None and _is_around_linear(child):
                     self._linears.append(child)
-                    self._children.append(parent._modules)
+                    self._children.append(around._modules)
                     self._names.append(name)
         return True
 
-    def watch(self, places: Iterable[Place]) -> None:
-        """Take an exchange of the modules at these places, outside of the module, for one of linears inside."""
-        assert self._linears is not None
-        for children, name in places:
-            self._linears.append(children[name])
-            self._children.append(children)
-            self._names.append(name)
+    def look(self, module: nn.Module, look: Look) -> None:
+        """Call `look` unless the same modules stand at the places that its last call returned."""
+        if self._stood is None or [children.get(name) for children, name in self._places] != self._stood:
+            found = look(module)
+            self._places = found or ()
+            self._stood = None if found is None else [children.get(name) for children, name in found]
 
     def has_pre_hooks(self) -> bool:
         """Whether a module inside has a forward hook or forward pre-hook, which may replace tensors."""
@@ -124,6 +129,8 @@ class ScopeRewrite:
     prepare: Prepare | None = None
     """Called with the module when linears inside were exchanged; it lets them read recompute specs. None if tensors
     are kept as codes, samples or in fewer bits: the scope is then always open, because it must see every reader."""
+    look: Look | None = None
+    """Called with the module, as `memopt.patches.base.InScopes.look` says."""
     modes: tuple[Mode, ...] = ()
     """The contexts around the forward, with and without gradients."""
     history: ScopeHistory = field(default_factory=ScopeHistory, compare=False, repr=False)
@@ -183,6 +190,9 @@ def run_scoped(
         return stock(module, *args, **kwargs)
     if scope.modes:
         stock = functools.partial(run_inside, scope.modes, stock)
+    # Without gradients, train mode stands for the first run of a block by reentrant checkpointing.
+    if scope.look is not None and not is_compiling() and (torch.is_grad_enabled() or module.training):
+        scope.history.look(module, scope.look)
     if steps_aside(off="" if scope.compression is None else _NOT_QUANTISED):
         return stock(module, *args, **kwargs)
     return run_in_scope(scope, stock, module, *args, **kwargs)
@@ -191,7 +201,7 @@ def run_scoped(
 def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``run(module, *args, **kwargs)``, one forward of `module`, inside its scope."""
     if rewrite.prepare is not None and rewrite.history.sees_new_linears(module):
-        rewrite.history.watch(rewrite.prepare(module) or ())
+        rewrite.prepare(module)
     scope = rewrite.around(module, args, kwargs)
     if scope is _CLOSED:
         return run(module, *args, **kwargs)
@@ -236,6 +246,9 @@ def choose_scopes(plan: PlanView, every: Sequence[InScopes]) -> dict[str, ScopeR
         for name in each.compressed if each.compression is not None else ():
             if name and plan.recipe.selects(name):
                 scopes[name] = ScopeRewrite(families.get(name, default), each.compression)
+    look = next((each.look for each in every if each.look is not None), None)
+    stacks = {parent(name): name for name in reversed(plan.sites.blocks) if name in scopes}
+    scopes |= {name: replace(scopes[name], look=look) for name in stacks.values()}
     modes = {name: tuple(each.modes[name] for each in every if name in each.modes) for name in scopes}
     return {name: replace(scope, modes=modes[name]) for name, scope in scopes.items()}
 
@@ -246,8 +259,9 @@ def _prepare(every: Sequence[InScopes], scope: str) -> Prepare | None:
     return functools.partial(_call_each, functions) if len(functions) > 1 else next(iter(functions), None)
 
 
-def _call_each(functions: tuple[Prepare, ...], module: nn.Module) -> list[Place]:
-    return [place for function in functions for place in function(module) or ()]
+def _call_each(functions: tuple[Prepare, ...], module: nn.Module) -> None:
+    for function in functions:
+        function(module)
 
 
 def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,7 +139,7 @@ def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
             yield name, named[name], widths[site.parameter]
 
 
-def look_at_heads(block: nn.Module, **options: Any) -> list[Place]:
+def look_at_heads(block: nn.Module, **options: Any) -> list[Place] | None:
     """Patch heads that were replaced since the patch (by a resized vocabulary, say), and warn of other replaced heads.
 
     Trainers may replace forwards as well: warn of :func:`replaced_forwards`.
@@ -148,10 +149,16 @@ def look_at_heads(block: nn.Module, **options: Any) -> list[Place]:
         options: `lean` and `room` of :func:`patch_head`.
 
     Returns:
-        The places of the heads: a change there calls for another look.
+        The places of the heads: a change there calls for another look. None where the model does not run (in backward).
     """
     running = [block, *modules_that_run()]
-    model = next(filter(is_recorded, running), running[-1])
+    # Code around a model may call its parts: then the model is the one inside that has the block.
+    around = (
+        each for each in running[-1].modules() if is_recorded(each) and any(part is block for part in each.modules())
+    )
+    model = next(chain(filter(is_recorded, running), around), None)
+    if model is None:
+        return None
     for _, head, width in list(replaced_heads(model)):
         # The forward of this class is known. Other classes need a proof, which must not run inside a forward.
         if type(head) is nn.Linear and "forward" not in vars(head) and head.in_features == width:

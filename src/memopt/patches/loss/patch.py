@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -15,7 +14,7 @@ from memopt.walk.sites import LossHead, Sites
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.patches.base import Prepare
+    from memopt.patches.base import Place
     from memopt.patches.checks import Check
 
 
@@ -69,14 +68,12 @@ class LossPatch(Patch, Levels, Checks, Reports):
             live.attempt(self.name, name, rewrite, linear.width, head.vocab_size, **options)
 
     def scope(self, plan: PlanView) -> InScopes:
-        first = plan.sites.blocks[:1]
-
-        def prepare(scope: str) -> Prepare | None:
+        def look(block: nn.Module) -> Sequence[Place] | None:
             from memopt.patches.loss.module import look_at_heads
 
-            return functools.partial(look_at_heads, **_options(plan)) if scope in first else None
+            return look_at_heads(block, **_options(plan))
 
-        return InScopes(prepare=prepare if plan.chosen(self.name) else None)
+        return InScopes(look=look if plan.chosen(self.name) else None)
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         from memopt.patches.loss.module import remarks_on, whole_logits
