@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,12 +69,7 @@ class LossPatch(Patch, Levels, Checks, Reports):
             live.attempt(self.name, name, rewrite, linear.width, head.vocab_size, **options)
 
     def scope(self, plan: PlanView) -> InScopes:
-        def look(block: nn.Module) -> Sequence[Place] | None:
-            from memopt.patches.loss.module import look_at_heads
-
-            return look_at_heads(block, **_options(plan))
-
-        return InScopes(look=look if plan.chosen(self.name) else None)
+        return InScopes(look=functools.partial(_look, **_options(plan)) if plan.chosen(self.name) else None)
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         from memopt.patches.loss.module import remarks_on, whole_logits
@@ -85,6 +81,12 @@ class LossPatch(Patch, Levels, Checks, Reports):
         from memopt.patches.loss.checks import verify_losses
 
         return verify_losses(modules, limit)
+
+
+def _look(block: nn.Module, **options: Any) -> Sequence[Place] | None:
+    from memopt.patches.loss.module import look_at_heads
+
+    return look_at_heads(block, **options)
 
 
 def _options(plan: PlanView) -> dict[str, Any]:
