@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memopt.patches.base import OFF, Effect, InScopes, Patch, PlanView, RecipeView, Rules
@@ -46,6 +46,15 @@ class CompressionPatch(Patch, Checks):
         from memopt.patches.compression.compressor import Compressor
 
         return InScopes(compression=Compressor, compressed=_compressed(plan), exchanges=True)
+
+    def notes(self, plan: PlanView) -> Iterator[str]:
+        rules = plan.recipe.rules(CompressionRules)
+        inside = [name for name in plan.sites.softmaxes if not plan.sites.surrounds_blocks(name)]
+        if not rules.is_off and rules.where == "block" and inside:
+            yield (
+                f"Recipe '{plan.recipe.name}' keeps probabilities of {len(inside)} attentions, a byte for each pair "
+                "of tokens. Exact recipes keep none of them, and so keep less at long sequences."
+            )
 
     def repeatable(self, recipe: RecipeView) -> tuple[str, ...]:
         return (f"{CompressionRules.key}.method={OFF}",)
