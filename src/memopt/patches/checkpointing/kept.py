@@ -5,6 +5,9 @@ about one hidden state a block; its backward needs them anyway. Fused attention 
 again. Attention in plain operations (softmax, then a product) runs again up to its probabilities, since backward needs
 all of them; the product with the values does not run again.
 
+An output whose memory is written into, or is still referred to when the block returns, is not kept: the second run
+computes it again. So nothing can change a kept output, nor a copy of it to the CPU that has yet to run.
+
 The operators are intercepted below autograd, so nodes, saved tensors and gradients equal those of a full second run.
 Peers: `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which compiled blocks use here.
 """
@@ -21,6 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from memopt.patches.checkpointing.memory import Memory, written_by
 from memopt.patches.checkpointing.offload import keeps_layout
 from memopt.torch_compat import TorchDispatchMode, is_operator, operator_schema, view_below_autograd
 
@@ -68,12 +72,22 @@ class KeptAttention(TorchDispatchMode):
         self._calls.clear()
         return self
 
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if not self._repeats:
+            self._keep_only(_Output.is_alone)
+
+    def _keep_only(self, condition: Callable[[_Output], bool]) -> None:
+        self._kept = {call: output for call, output in self._kept.items() if condition(output)}
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = _name_of(function)
-        is_product = name in _PRODUCTS
+        is_product = name in _PRODUCTS and not _writes(function)
         if not is_product and not _is_attention(function):
+            if self._kept and not self._repeats and (written := written_by(function, args, kwargs or {})):
+                self._keep_only(lambda output: output.is_apart_from(written))
             result = function(*args, **(kwargs or {}))
             if not self._repeats:
                 self._follow(name, args, result)
@@ -106,9 +120,24 @@ class _Output:
         parts = [result] if self._is_tensor else [*result]
         tensors = {place: each for place, each in enumerate(parts) if isinstance(each, Tensor)}
         # Seeds and offsets of random numbers take few bytes, so they stay where they are.
-        stored = {at for at, each in tensors.items() if each.is_floating_point() and keeps_layout(each)}
+        numbers = {at: each for at, each in tensors.items() if each.is_floating_point()}
+        stored = {at for at, each in numbers.items() if keeps_layout(each)}
+        self._memories = [Memory(each) for each in numbers.values()]
+        before = self._owners()
         self._tensors = {at: (store if at in stored else _Here)(each) for at, each in tensors.items()}
+        self._own = self._owners() - before
         self._others = {place: each for place, each in enumerate(parts) if not isinstance(each, Tensor)}
+
+    def _owners(self) -> float:
+        return sum(memory.owners() for memory in self._memories)
+
+    def is_alone(self) -> bool:
+        """Whether nothing but this object refers to the memory of the result."""
+        return self._owners() <= self._own
+
+    def is_apart_from(self, storages: frozenset[int]) -> bool:
+        """Whether the result has memory in none of `storages`."""
+        return all(memory.ids.isdisjoint(storages) for memory in self._memories)
 
     def again(self) -> Any:
         """The result; None if it was changed in place."""
@@ -149,5 +178,9 @@ def _name_of(function: Any) -> str:
 def _is_attention(function: Any) -> bool:
     """Whether `function` is an operator that computes attention and writes into no argument."""
     name = _name_of(function)
-    writes = is_operator(function) and operator_schema(function).is_mutable
-    return bool(_ATTENTION.search(name)) and not _BACKWARD.search(name) and not writes
+    return bool(_ATTENTION.search(name)) and not _BACKWARD.search(name) and not _writes(function)
+
+
+@functools.cache
+def _writes(function: Any) -> bool:
+    return is_operator(function) and operator_schema(function).is_mutable
