@@ -1,4 +1,4 @@
-"""Kept outputs of attention whose memory the model changes in place, in the block or behind it."""
+"""Kept outputs of attention, and offloaded inputs, which the model changes in place in their block or behind it."""
 
 from __future__ import annotations
 
@@ -147,3 +147,21 @@ def test_nystromformer_adds_to_its_attention_in_place(settings, monkeypatch):
     plain = gradients(patched(copy.deepcopy(model), "checkpointing.keep=none"), inputs)
     monkeypatch.setattr(offload, "_Waiting", CopiedLate)
     assert equal(gradients(patched(model, "checkpointing.keep=attention", *settings), inputs), plain)
+
+
+def test_an_input_that_changes_in_place_while_it_is_copied_is_an_error_in_backward(monkeypatch):
+    monkeypatch.setattr(offload, "_Waiting", CopiedLate)
+    monkeypatch.setattr(offload.OffloadedInputs, "stream", lambda self, device: object())
+    x = torch.ones(3, requires_grad=True)
+
+    def loss(change: Callable[[Tensor], object]) -> Tensor:
+        hidden = x * 2
+        with offload.OffloadedInputs().of_a_block().hooks():
+            y = checkpoint(torch.sin, hidden, use_reentrant=False)
+        change(hidden)
+        return y.sum()
+
+    loss(Tensor.sin).backward()
+    assert torch.allclose(x.grad, 2 * torch.cos(2 * x))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss(lambda hidden: hidden.detach().add_(1)).backward()

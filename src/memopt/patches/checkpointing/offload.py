@@ -64,14 +64,17 @@ class OfBlock:
         """Context manager around the checkpointing of the block: its first floating-point input goes to the CPU."""
         is_there = False
 
-        def pack(tensor: Tensor) -> Kept | _Waiting:
+        def pack(tensor: Tensor) -> Kept | _Waiting | _Unchanged:
             nonlocal is_there
             # Before 2.13, PyTorch's checkpoint saves an empty tensor of its own first.
             is_input = tensor.is_floating_point() and tensor.numel() and type(tensor) in _PLAIN_TYPES
             if is_there or not is_input:
                 return Kept(tensor)
             is_there = True
-            return self.wait(tensor) if keeps_layout(tensor) else Kept(tensor)
+            if not keeps_layout(tensor):
+                return Kept(tensor)
+            is_copied_later = self._inputs.stream(tensor.device) is not None
+            return _Unchanged(self.wait(tensor), tensor) if is_copied_later else self.wait(tensor)
 
         return saved_tensors_hooks(pack, _unpack)
 
@@ -150,5 +153,19 @@ class _Waiting:
         return tensor
 
 
-def _unpack(packed: Kept | _Waiting) -> Tensor:
-    return packed.take() if isinstance(packed, _Waiting) else packed.unpack()
+class _Unchanged:
+    """An input whose copy to the CPU may run while the model does: a change in place is an error in backward, as it is
+    without offloading."""
+
+    def __init__(self, waiting: _Waiting, tensor: Tensor) -> None:
+        self._waiting, self._version = waiting, tensor._version
+        self._witness = tensor.detach()
+        self._witness.data = tensor.new_empty(0)  # it shares the version counter, and holds no memory
+
+    def take(self) -> Tensor:
+        check_version(self._witness, self._version)
+        return self._waiting.take()
+
+
+def _unpack(packed: Kept | _Waiting | _Unchanged) -> Tensor:
+    return packed.unpack() if isinstance(packed, Kept) else packed.take()
