@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
 
 from memopt.kernels.sampled_linear.rows_triton import launch_gather_rows, launch_row_norms, launch_weight_gradient
 from tests.aot.cases import BACKENDS, WHOLE, dealt
+from tools.kernels import aot
 from tools.kernels.aot import SHARED_LIMIT, Binary, capture
 
 #: Rows, kept rows, in, out: whole tiles; a budget's number of rows; a small dW; nothing that a vector fits.
@@ -81,12 +84,38 @@ def test_16_bit_gradients_run_on_the_matrix_units(compiled: Compiled) -> None:
             assert re.search(MATRIX[binary.target], binary.asm.get("ptx") or binary.asm["amdgcn"])
 
 
-def test_fp32_is_multiplied_as_pytorch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for precision, is_tf32 in (("highest", False), ("high", True)):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+@pytest.fixture
+def matmul_precision() -> Iterator[None]:
+    """Restores the precision of products: the older setting and the newer ones overwrite each other."""
+    yield
+    torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.usefixtures("matmul_precision")
+def test_fp32_is_multiplied_as_pytorch_was_told(older: bool) -> None:
+    for precision in ("ieee", "tf32"):
+        if older:
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        else:
+            torch.backends.cuda.matmul.fp32_precision = precision
         with capture("sm_80") as binaries:
             launch(SIZES[0], torch.float32)
-        assert ("tf32" in binaries[-1].asm["ptx"]) == is_tf32
+        assert ("tf32" in binaries[-1].asm["ptx"]) == (precision == "tf32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("matmul_precision")
+def test_amd_gpus_whose_compiler_has_no_tf32_multiply_in_ieee(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(aot.TARGETS, "gfx90a", GPUTarget("hip", "gfx90a", 64))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    torch.set_float32_matmul_precision("high")
+    with capture("gfx90a") as binaries:
+        launch(SIZES[0], dtype)
+    assert [binary.kernel for binary in binaries] == [NORMS, GATHER, GRADIENT]
 
 
 def test_nothing_is_computed_in_bf16(compiled: Compiled) -> None:

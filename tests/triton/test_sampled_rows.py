@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memopt.kernels.sampled_linear import function
 from memopt.kernels.sampled_linear import rows_triton as room
 from memopt.kernels.sampled_linear.function import (
     _row_norms,
@@ -207,3 +208,24 @@ def test_fp64_is_for_the_reference() -> None:
     x, (rows, weights) = draw(30, 20, dtype=torch.float64), some_rows(30, 9)
     made = sampled_weight_gradient(x, gather_rows(x, rows), rows, weights)
     assert made.dtype == row_norms(x).dtype == torch.float64
+
+
+def test_a_gradient_is_computed_after_a_trainer_has_allowed_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")  # as TrainingArguments(tf32=True)
+    dy, kept, (rows, weights) = draw(9, 5), draw(4, 3), some_rows(9, 4)
+    expected = _weight_gradient(dy, kept, rows, weights)
+    torch.testing.assert_close(launch_weight_gradient(dy, kept, rows, weights), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True)])
+def test_gpus_on_which_the_gradients_tiles_spill_run_the_reference(
+    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert function._kernel_fits.__wrapped__(torch.device("cuda", 0)) == fits
+    monkeypatch.setattr(function, "_kernel_fits", lambda device: fits)
+    launched = []
+    monkeypatch.setattr(room, "launch_weight_gradient", lambda *arguments: launched.append(arguments))
+    x, (rows, weights) = draw(9, 5), some_rows(9, 4)
+    sampled_weight_gradient(x, gather_rows(x, rows), rows, weights)
+    assert bool(launched) == fits

@@ -16,6 +16,7 @@ are scaled, in fp32. The operations on rows are below the function:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -155,7 +156,7 @@ def sampled_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Ten
     """sum_j weights_j * dy[rows_j]^T kept_j, (out, in) in the dtype of `kept`.
 
     weights_j * dy[rows_j] is computed in fp32 (fp64 for fp64) and rounded once to the dtype of `kept`; the sum over the
-    rows is accumulated in fp32 (fp64). Triton reads the k rows of dy in place.
+    rows is accumulated in fp32 (fp64). Triton reads the k rows of dy in place; the reference copies them.
 
     Args:
         dy: (n, out), any strides.
@@ -164,11 +165,20 @@ def sampled_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Ten
         weights: fp32 (k,).
     """
     dy, kept = dy.detach(), kept.detach()
-    if runs_triton(dy, kept, weights):
+    if runs_triton(dy, kept, weights) and _kernel_fits(kept.device):
         from memopt.kernels.sampled_linear.rows_triton import launch_weight_gradient
 
         return launch_weight_gradient(dy, kept, rows, weights)
     return _weight_gradient(dy, kept, rows, weights)
+
+
+@functools.cache
+def _kernel_fits(device: torch.device) -> bool:
+    """Whether a tile of dW fits in the registers: NVIDIA GPUs below compute capability 8.0 (T4, V100) keep kilobytes of
+    it a thread in memory, which is slower than a copy of the rows of dy."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _row_norms(x: Tensor) -> Tensor:

@@ -149,17 +149,26 @@ def launch_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tens
     if not dw.numel():
         return dw
     full = triton.cdiv(outs, _LARGE) * triton.cdiv(ins, _LARGE) >= _FULL
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # Triton compiles TF32 for no AMD GPU but gfx942, even in a kernel of 16-bit numbers.
+    is_tf32 = kept.dtype == torch.float32 and torch.version.hip is None and _multiplies_in_tf32()
     # fp32 operands take twice the shared memory and registers.
     size = _LARGE if full and kept.dtype.itemsize == 2 else _SMALL
     with on_device_of(kept):
         weight_gradient_kernel[(triton.cdiv(outs, size) * triton.cdiv(ins, size),)](
             dy, kept, rows.contiguous(), weights.contiguous(), dw,
             outs, ins, count, *dy.stride(), *kept.stride(),
-            PRECISION=precision, EVEN=outs % size == 0 and ins % size == 0 and count % _STEP == 0,
+            PRECISION="tf32" if is_tf32 else "ieee",
+            EVEN=outs % size == 0 and ins % size == 0 and count % _STEP == 0,
             OUT=size, IN=size, STEP=_STEP, GROUP=_GROUP, num_warps=8 if size == _LARGE else 4, num_stages=3,
         )  # fmt: skip
     return dw
+
+
+def _multiplies_in_tf32() -> bool:
+    """Whether PyTorch computes products of fp32 matrices in TF32. ``torch.get_float32_matmul_precision`` would raise an
+    error after ``fp32_precision`` was set, as transformers' ``TrainingArguments(tf32=True)`` does."""
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32"
 
 
 def _tile(count: int, hidden: int) -> tuple[int, int, bool]:
