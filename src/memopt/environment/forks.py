@@ -122,7 +122,7 @@ def _autograd_runs() -> bool:
     import torch
 
     try:
-        torch.zeros((), requires_grad=True).backward()
+        torch.zeros((), requires_grad=True, device="cpu").backward()
     except RuntimeError:
         return False
     return True

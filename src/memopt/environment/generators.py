@@ -1,10 +1,12 @@
-"""Global random generators: random numbers that memopt draws must not change those of the user's training run."""
+"""Global state of PyTorch that memopt and the user's training run share: random generators and the default device."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +16,24 @@ import torch
 def generators_kept() -> Iterator[None]:
     """Restores every global generator at exit: Python's, numpy's, and torch's of the CPU and of CUDA or ROCm.
 
-    Also a decorator, for the public functions. A model's forward may draw from any of these generators.
+    Also a decorator, for the public functions. A model's forward may draw from any of these generators. Inside, new
+    tensors are on the CPU unless a device is given, whatever ``torch.set_default_device`` says: probes draw their
+    numbers from generators of the CPU.
     """
     python, numpy = random.getstate(), np.random.get_state()
     # Do not read CUDA's state before its first use: that would initialise CUDA.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
+    with _cpu_as_default_device(), torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def _cpu_as_default_device() -> AbstractContextManager[Any]:
+    # A device that is entered is a function mode; without need there is none.
+    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def seed_cpu(seed: int) -> None:

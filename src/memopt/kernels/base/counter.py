@@ -38,9 +38,9 @@ def uniform(index: Tensor, seed: int) -> Tensor:
 
 
 def draw_seed() -> int:
-    """A seed from torch's default CPU generator, which ``torch.manual_seed`` reproduces."""
+    """A seed from torch's default CPU generator, which ``torch.manual_seed`` reproduces: no device is waited for."""
     with no_dispatch():  # a real number under fake tensors too
-        return int(torch.randint(2**31 - 1, ()))
+        return int(torch.randint(2**31 - 1, (), device="cpu"))
 
 
 def _keys(seed: int) -> tuple[int, int]:

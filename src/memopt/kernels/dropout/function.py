@@ -105,7 +105,7 @@ def _scale(p: float, dtype: torch.dtype, device: str) -> float:
     if device != "cpu" and dtype != torch.float64:
         dtype = torch.float32
     with no_dispatch():  # a real number under fake tensors too
-        return float(torch.ones((), dtype=dtype).div_(1 - p))
+        return float(torch.ones((), dtype=dtype, device="cpu").div_(1 - p))
 
 
 def _dropped_out(x: Tensor, mask: Mask) -> Tensor:

@@ -38,7 +38,7 @@ class GradientMemory:
                 f"A memory of gradients is for at least one sample and one token, not {samples} and {max_tokens}."
             )
         self.samples, self.max_tokens, self.linears = samples, max_tokens, linears
-        self._table: Tensor | None = torch.zeros(samples, max_tokens, linears, dtype=torch.bfloat16)
+        self._table: Tensor | None = torch.zeros(samples, max_tokens, linears, dtype=torch.bfloat16, device="cpu")
         self._recorded: list[Step] = []
         self._lock = threading.Lock()
         self.calls = self.indexed = self.written = 0
@@ -100,7 +100,7 @@ class GradientMemory:
         if self._table is None:
             return
         self.written += 1
-        where = (rows[:, None], slice(None), torch.tensor(linears)[None])
+        where = (rows[:, None], slice(None), torch.tensor(linears, device="cpu")[None])
         new, old = norms.bfloat16().transpose(1, 2), self._table[where[0], :, where[2]]
         # A loss scaler skips steps with gradients that are not finite: keep the old norms.
         self._table[where[0], :, where[2]] = torch.where((new > 0) & new.isfinite(), new, old)
