@@ -1,6 +1,7 @@
 """Where the tests of this folder run: on a GPU as the kernels really run, or in Triton's interpreter on CPU tensors.
 
     TRITON_INTERPRET=1 pytest tests/triton      interpreter; needs no GPU
+    TRITON_INTERPRET=1 pytest -p tests.device.emulator.plugin tests/triton     interpreter, on the emulated CUDA device
     pytest tests/triton                         a CUDA or ROCm device
 
 Triton reads the variable while it decorates a kernel, so one process does one of the two. Without a GPU and without the
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,8 +25,8 @@ from tests.skipped import skipped_module
 from tests.triton.memory import RedZones
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-#: Where the tests put their tensors.
-DEVICE = "cpu" if INTERPRETED else "cuda"
+#: Where the tests put their tensors. The emulated device runs interpreted kernels on its own.
+DEVICE = "cpu" if INTERPRETED and "tests.device.emulator.install" not in sys.modules else "cuda"
 
 
 def _reason_to_skip() -> str | None:

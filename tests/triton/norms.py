@@ -74,12 +74,15 @@ def check_forward(x, weight, bias, spec, dtype, kept_dtype) -> tuple[Tensor, Ten
     true_x_hat, true_rstd = normalize(exact[0], spec)
     reference, reference_rstd = normalize(x, spec)
     assert x_hat.dtype == kept_dtype
-    terms = None
+    terms, condition = None, 0
     if spec.kind == "layer":
-        terms = (exact[0].abs() + exact[0].mean(-1, keepdim=True).abs()) * true_rstd
+        mean = exact[0].mean(-1, keepdim=True).abs()
+        terms, condition = (exact[0].abs() + mean) * true_rstd, mean * true_rstd
     assert_as_good(x_hat, reference.to(kept_dtype), true_x_hat, terms)
-    # The interpreter makes two operations of rsqrt, and a GPU's own is as inexact: two roundings.
-    assert_as_good(rstd, reference_rstd, true_rstd, 2 * true_rstd)
+    # The interpreter makes two operations of rsqrt, and a GPU's own is as inexact: two roundings. Where a mean that is
+    # updated is rounded, rstd changes by up to |mean| / deviation roundings (Chan, Golub and LeVeque 1983). E[x^2] -
+    # E[x]^2 would change by the square of that.
+    assert_as_good(rstd, reference_rstd, true_rstd, (2 + condition) * true_rstd)
     if weight is None and bias is None:
         assert y is None
     else:
