@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import transformers
 
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.measure import compare
+from memopt.prediction.peak import predict
+from memopt.saved.host import host_bytes
 from memopt.trace.trace import Step
 from memopt.trace.training import Train, Training
 from memopt.walk.observe import walk_config
@@ -44,3 +48,14 @@ def test_what_waits_in_cpu_memory_is_beside_it(keep: str, outputs: int) -> None:
     found = compare(step("full", f"checkpointing.keep={keep}"))
     waits = BLOCKS * TOKENS * (HIDDEN + outputs * (HIDDEN + HEADS)) * 4
     assert found.predicted < found.measured.allocated <= found.predicted + waits
+
+
+def test_cpu_memory_is_counted_as_it_is_allocated_beside_a_gpu() -> None:
+    of, tokens = step("full", "checkpointing.keep=none"), 1001
+    nbytes = tokens * HIDDEN * 4
+    waits = {
+        kernels: predict(replace(of, training=replace(of.training, seq=tokens, cuda_kernels=kernels))).offloaded
+        for kernels in (False, True)
+    }
+    assert waits == {False: BLOCKS * nbytes, True: BLOCKS * host_bytes(nbytes)}
+    assert nbytes < host_bytes(nbytes)

@@ -16,6 +16,7 @@ from memopt.prediction.headline import gib
 from memopt.prediction.optimizers import Form, follow
 from memopt.prediction.setup import OPTIMIZERS, Setup
 from memopt.prediction.sharding import block_of, shard
+from memopt.saved.host import host_bytes
 from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_of
 from memopt.trace.trace import trace
 from memopt.trace.training import Step, Training
@@ -85,8 +86,10 @@ class Prediction:
 
     @property
     def offloaded(self) -> int:
-        """Bytes offloaded to CPU memory; copies back are not traced."""
-        return sum(each.copied for each in self.trace.operations)
+        """Bytes that offloaded tensors take of CPU memory; copies back are not traced."""
+        if not self.training.cuda_kernels:
+            return sum(each.copied for each in self.trace.operations)
+        return sum(host_bytes(each.copied) for each in self.trace.operations if each.copied)
 
     @property
     def needs(self) -> int:

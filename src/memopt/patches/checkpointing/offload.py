@@ -1,14 +1,19 @@
 """Inputs of checkpointed blocks, and kept outputs of their attention, in CPU memory until the block runs again.
 
 Non-reentrant checkpointing saves a block's input as a saved tensor, so a pair of hooks around the block moves it.
-Copies run on a stream of their own. In backward, while one block runs, the tensors of the block before it are already
-being copied back, so those of two blocks at most are on the device. Peers: `torch.autograd.graph.save_on_cpu`, which
-copies on the compute stream.
+Copies run on a stream of their own. Only the order of streams bounds the tensors on the device: the host never waits.
+In forward the compute stream waits for a copy when the next but one begins, so two tensors at most are held for their
+copies. In backward, while one block runs, the tensors of the block before it are already being copied back; that
+copy waits for the blocks behind, so those of two blocks at most are on the device. No memory is freed before the
+compute stream has waited for its copy, so the allocator needs no `record_stream`, with which it would look for the end
+of copies only when the host allocates, blocks ahead of the device. Peers: the offloading of torchtune and TRL, and
+`torch.autograd.graph.save_on_cpu`, which copies on the compute stream.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.recompute.versions import check_version
+from memopt.saved.host import HostCopy
 from memopt.saved.kept import Kept
 from memopt.torch_compat import FakeTensor
 
@@ -31,6 +37,7 @@ class OffloadedInputs:
     def __init__(self) -> None:
         self._last: weakref.ref[OfBlock] | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._leaving: deque[weakref.ref[_Waiting]] = deque()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OffloadedInputs, ()
@@ -48,6 +55,17 @@ class OffloadedInputs:
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         return self._streams[device]
+
+    def hold(self, waiting: _Waiting) -> None:
+        """Note that the copy of `waiting` to the CPU has begun; hold its tensor and the one before, free all others."""
+        self.release(but=1)
+        self._leaving.append(weakref.ref(waiting))
+
+    def release(self, but: int = 0) -> None:
+        """Free the tensors that are held for their copies to the CPU, but the last ones."""
+        while len(self._leaving) > but:
+            if (waiting := self._leaving.popleft()()) is not None:
+                waiting.release()
 
 
 class OfBlock:
@@ -80,9 +98,16 @@ class OfBlock:
 
     def wait(self, tensor: Tensor) -> _Waiting:
         """Copy `tensor` to CPU memory, until backward takes it."""
-        waiting = _Waiting(tensor, self._inputs.stream(tensor.device), self)
+        stream = self._inputs.stream(tensor.device)
+        waiting = _Waiting(tensor, stream, self)
+        if stream is not None:
+            self._inputs.hold(waiting)
         self._waiting.append(weakref.ref(waiting))
         return waiting
+
+    def release(self) -> None:
+        """Free the tensors of all blocks that are held for their copies to the CPU."""
+        self._inputs.release()
 
     def fetch(self) -> None:
         """Begin to copy every tensor back that backward has yet to take."""
@@ -106,24 +131,36 @@ def keeps_layout(tensor: Tensor) -> bool:
 class _Waiting:
     """One tensor in CPU memory."""
 
-    __slots__ = ("__weakref__", "_device", "_fetched", "_place", "_stored", "_stream", "_was_taken")
+    __slots__ = (
+        "__weakref__", "_copied", "_device", "_fetched", "_leaves", "_place", "_stored", "_stream", "_was_taken",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, stream: torch.Stream | None, place: OfBlock) -> None:
         self._device, self._stream, self._place = tensor.device, stream, place
         self._fetched: Tensor | None = None
+        self._leaves: Tensor | None = None
+        """The tensor itself, while it may still be copied to the CPU."""
         self._was_taken = False
+        self._stored: Tensor | HostCopy
         if isinstance(tensor, FakeTensor):
             self._stored = tensor.detach().to(_HOST)
             return
         with torch.no_grad():
-            self._stored = torch.empty_like(tensor.detach(), device="cpu", pin_memory=stream is not None)
             if stream is None:
-                self._stored = self._stored.copy_(tensor).data  # an alias at version 0
+                # An alias at version 0.
+                self._stored = torch.empty_like(tensor.detach(), device="cpu").copy_(tensor).data
                 return
+            self._leaves, self._stored = tensor.detach(), HostCopy(tensor)
             stream.wait_stream(torch.accelerator.current_stream(self._device))
             with stream:
-                self._stored.copy_(tensor, non_blocking=True)
-            tensor.record_stream(stream)  # the allocator reuses its memory only after the copy
+                self._stored.fill(tensor)
+            self._copied = stream.record_event()
+
+    def release(self) -> None:
+        """Free the tensor that is copied to the CPU: what reuses its memory runs after the copy."""
+        if self._leaves is not None:
+            self._computes_after_the_copy()
+            self._leaves = None
 
     def fetch(self) -> None:
         """Begin to copy the tensor back, if backward has yet to take it."""
@@ -131,26 +168,40 @@ class _Waiting:
             self._fetch()
 
     def _fetch(self) -> None:
-        if self._fetched is None and self._stream is not None:
-            with torch.no_grad(), self._stream:
-                self._fetched = self._stored.to(self._device, non_blocking=True)
-        elif self._fetched is None and isinstance(self._stored, FakeTensor):
+        if self._fetched is not None:
+            return
+        if isinstance(self._stored, FakeTensor):
             self._fetched = torch.empty_like(self._stored, device=self._device)
+        elif isinstance(self._stored, HostCopy) and self._stream is not None:
+            with torch.no_grad():
+                self._fetched = self._stored.empty_on(self._device)
+                # Its memory may be that of a tensor that the compute stream still reads.
+                self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+                with self._stream:
+                    self._stored.copy_to(self._fetched)
+                self._copied = self._stream.record_event()
 
     def take(self) -> Tensor:
         """The tensor on its device, for work on the current stream."""
         if self._stream is None and not isinstance(self._stored, FakeTensor):
+            assert isinstance(self._stored, Tensor)
             check_version(self._stored, 0)  # a block that changes its input in place cannot run again a second time
             return self._stored
+        self._place.release()
         self._fetch()
         tensor, self._fetched, self._was_taken = self._fetched, None, True
         assert tensor is not None
         if self._stream is not None:
-            current = torch.accelerator.current_stream(self._device)
-            current.wait_stream(self._stream)
-            tensor.record_stream(current)
+            self._computes_after_the_copy()
         self._place.fetch_around()
         return tensor
+
+    def _computes_after_the_copy(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._copied)
+
+    def __del__(self) -> None:
+        if self._fetched is not None and self._stream is not None:  # its copy may still run, and nobody took it
+            self._computes_after_the_copy()
 
 
 class _Unchanged:
