@@ -89,6 +89,19 @@ def test_options_of_a_plan_need_a_budget(options: list[str], capsys: pytest.Capt
     assert "--out and --allow are about the one plan of --budget" in capsys.readouterr().err
 
 
+def test_the_page_shows_the_plan_and_a_note_names_keys_of_set_that_the_plan_changes(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named_config("llama").save_pretrained(tmp_path)
+    drawn: list[Any] = []
+    monkeypatch.setattr("memopt.cli.outputs.draw", lambda comparison, *_, **__: drawn.append(comparison))
+    line = ["--budget", "24GiB", "--seq", "16", "--set", "checkpointing.method=none", "--set", "norms.fold=none"]
+    assert main(["report", str(tmp_path), *line, "--html", str(tmp_path / "page.html")]) == 0
+    assert [each.step.recipe for each in drawn] == [RECIPE]
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: the plan")]
+    assert notes == ["note: the plan needs checkpointing.method=full, in place of none from --set."]
+
+
 def test_a_frontier_is_of_one_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "MODEL", "--frontier", "--budget", "24GiB", "--gpu", "h100"]) == 2
     assert "--gpu and --budget both name one. Leave out --budget." in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,10 @@ _RUN = "import sys; from memopt.cli.main import main; print(main(sys.argv[1:]), 
         "report {here} --nope",
         "report {here} --recipe nope",
         "report {here} --html {here}/config.json",
+        "report {here} --set norms.fold",
+        "report {here} --set ''",
+        "report {here} --set checkpointing.n=0 --budget 24GiB",
+        "report {here} --gpu ''",
         "patch ./missing",
         "patch {here} --recipe nope",
         "patch {here} --out {here}",
@@ -27,7 +32,7 @@ _RUN = "import sys; from memopt.cli.main import main; print(main(sys.argv[1:]), 
 )
 def test_a_mistake_is_told_without_torch(line: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    words = line.format(here=tmp_path).split()
+    words = shlex.split(line.format(here=tmp_path))
     done = subprocess.run([sys.executable, "-c", _RUN, *words], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False"]
     assert "error: " in done.stderr

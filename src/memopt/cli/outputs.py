@@ -17,6 +17,7 @@ from memopt.environment.forks import forking
 from memopt.errors import ModelError, OutputError, UsageError
 
 if TYPE_CHECKING:
+    from memopt.plan.recipe import Recipe
     from memopt.prediction.headline import Headline
     from memopt.prediction.planner.choice import Choice, Frontier
     from memopt.prediction.setup import Setup
@@ -171,10 +172,12 @@ def show_plan(request: Request, setup: Setup, asked: Outputs, *, card: str | Non
             from memopt.prediction.planner.training import plan_training
 
         # With --frontier, the budget only names the card whose rates are used.
-        budget, card = (None, card or asked.budget) if asked.frontier else (asked.budget, card)
+        budget, card = (None, asked.budget if card is None else card) if asked.frontier else (asked.budget, card)
         allowed = () if asked.allow is None else (asked.allow,)
         chosen = plan_training(request, budget, card=card, setup=setup, allow=allowed)
         _draw_plan(chosen, request, setup, asked)
+    if isinstance(chosen, Choice):
+        _say_overridden(request, chosen.plan.recipe)
     written: list[str] = []
     if file is not None and isinstance(chosen, Choice):
         written = _write_plan(str(request.model), chosen, file, asked.emit)
@@ -196,6 +199,18 @@ def _check_expressible(request: Request, setup: Setup, emit: Sequence[str]) -> N
     plan = Plan(load_recipe(request.recipe or DEFAULT_MEMORY_RECIPE), "", 1, 1, 0, 0.0, 0.0)
     choice = Choice(model, "", "", 0, plan, step=request.training, setup=setup)
     files_of(planned_step(model, "", choice), emit)
+
+
+def _say_overridden(request: Request, planned: Recipe) -> None:
+    """Print a note for each key of --set to which the plan gives another value."""
+    from memopt.trace.subject import chosen_recipe
+
+    given, changed = (recipe.model_dump(mode="json") for recipe in (chosen_recipe(request), planned))
+    for key in dict.fromkeys(each.partition("=")[0] for each in request.overrides):
+        section, _, name = key.partition(".")
+        before, after = (recipe[section][name] if name else recipe[section] for recipe in (given, changed))
+        if before != after:
+            common.note(f"note: the plan needs {key}={after}, in place of {before} from --set.")
 
 
 def _write_plan(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> list[str]:
@@ -236,7 +251,8 @@ def _draw_plan(planned: Choice | Frontier, request: Request, setup: Setup, files
 
     if isinstance(planned, Choice):
         plan = planned.plan
-        comparison = report_on(replace(request, recipe=plan.recipe, batch=plan.batch))
+        # The plan's recipe has the overrides already, except where the plan needs other values.
+        comparison = report_on(replace(request, recipe=plan.recipe, overrides=(), batch=plan.batch))
         setup = replace(setup, accumulation=plan.accumulation)
         draw(comparison, setup, files, lines=list(planned.lines())[1:])
     else:

@@ -158,19 +158,21 @@ def report(
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
     # Errors that show without torch, which takes seconds to import.
-    model_folder(model, revision)
+    folder = model_folder(model, revision)
     if force and not any((html, snapshot, out)):
         common.note("note: --force has no effect: no file is to be written.")
-    if recipe is not None:  # else a patched folder may have its own
-        from memopt.plan.recipe import load_recipe
+    from memopt.checkpoint.patched import is_patched
 
-        load_recipe(recipe, overrides or ())
+    if recipe is not None or folder is None or not is_patched(folder):  # a patched folder may have its own
+        from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
+
+        load_recipe(DEFAULT_MEMORY_RECIPE if recipe is None else recipe, overrides or ())
     if train != "full":
         check_peft()
     request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
     setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
     setup.check_precision(precision)
-    card = gpu or budget
+    card = budget if gpu is None else gpu
     setup = setup if card is None else setup_on(find_card(card), setup)
     if asked.planner is not None:
         return outputs.show_plan(request, setup, asked, card=gpu, json_output=json_output)
