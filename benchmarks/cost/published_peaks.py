@@ -106,6 +106,7 @@ class Run:
         )
         setup = Setup(
             row["optimizer"],
+            by_trainer=False,  # the guide hands Trainer an optimizer of its own
             accumulation=row.get("accumulation", 1),
             context=round(device["context"] * MIB),
             memory=device["memory"] * MIB,

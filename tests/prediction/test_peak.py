@@ -125,6 +125,24 @@ def test_the_states_of_other_packages_are_those_of_their_code(optimizer: Any, st
     assert _live(found.events)[-1] == 0
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_trainer_keeps_the_eight_bit_states_of_embeddings_in_fp32(tied: bool) -> None:
+    config = named_config("llama", vocab_size=2048, tie_word_embeddings=tied)
+    step = Step(config, Training(seq=24), sites_of(config))
+    wide, narrow = (
+        sum(each.nbytes for each in predict(step, Setup("adamw8bit", by_trainer=by)).resident if "states" in each.part)
+        for by in (True, False)
+    )
+    elements = 2048 * config.hidden_size
+    assert wide - narrow == 2 * (4 * elements - elements - 4 * elements // 256)
+
+
+def test_paged_states_of_embeddings_are_not_counted() -> None:
+    form = ((1000, 256), torch.bfloat16)
+    found = follow((form,), Setup("adamw8bit-paged"), True, (True,))
+    assert [each.nbytes for each in found.states] == [1024, 1024]  # the two maps alone
+
+
 def test_muon_steps_the_matrices_of_blocks_one_by_one_and_adamw_the_rest() -> None:
     forms = (
         ((64, 32), torch.bfloat16),

@@ -24,6 +24,8 @@ _BLOCK, _LEAST_8BIT, _MAP, _LEAST_PAGED = 256, 4096, 256, 100_000
 _GROUP = 32
 #: torchao/optim/cpu_offload.py: the least elements of a tensor whose states are in the host's memory.
 _LEAST_OFFLOADED = 4096
+#: Optimizers of bitsandbytes with states of 8 bits.
+EIGHT_BITS = ("adamw8bit", "adamw8bit-paged")
 #: Shape and dtype of a parameter.
 Form = tuple[tuple[int, ...], torch.dtype]
 
@@ -40,7 +42,7 @@ class OptimizerTrace:
 
 @lru_cache(maxsize=32)
 def follow(
-    forms: tuple[Form, ...], setup: Setup, cuda: bool = True, inside: tuple[bool, ...] | None = None
+    forms: tuple[Form, ...], setup: Setup, cuda: bool = True, marks: tuple[bool, ...] | None = None
 ) -> OptimizerTrace:
     """Trace a step of the optimizer of `setup` for parameters of these `forms`.
 
@@ -50,14 +52,17 @@ def follow(
         forms: shapes and dtypes of the trained parameters, one entry for each.
         setup: its `optimizer` and `momentum` are read.
         cuda: whether PyTorch's foreach steps work on lists of parameters, as on CUDA, or on one after another.
-        inside: for ``muon``, whether each parameter is in a block; by default all are.
+        marks: for ``muon``, whether each parameter is in a block; by default all are. For bitsandbytes' 8 bits, whether
+            its states are in fp32 at any size; by default none are.
     """
     name = setup.optimizer
+    if name in EIGHT_BITS:
+        return _bitsandbytes(forms, bits=8, paged=name.endswith("paged"), wide=marks)
     if name in _FORMULAS:
         return _FORMULAS[name](forms)
     if name == "muon":
         matrices = [
-            len(shape) == 2 and within for (shape, _), within in zip(forms, inside or [True] * len(forms), strict=True)
+            len(shape) == 2 and within for (shape, _), within in zip(forms, marks or [True] * len(forms), strict=True)
         ]
         rest = tuple(form for form, is_matrix in zip(forms, matrices, strict=True) if not is_matrix)
         muon = _one_by_one([form for form, is_matrix in zip(forms, matrices, strict=True) if is_matrix], setup, cuda)
@@ -210,15 +215,17 @@ def _offloaded(forms: Sequence[Form]) -> OptimizerTrace:
     return _fused([form for form in forms if prod(form[0]) < _LEAST_OFFLOADED])
 
 
-def _bitsandbytes(forms: Sequence[Form], *, bits: int, paged: bool) -> OptimizerTrace:
+def _bitsandbytes(
+    forms: Sequence[Form], *, bits: int, paged: bool, wide: Sequence[bool] | None = None
+) -> OptimizerTrace:
     states = []
-    for shape, _ in forms:
+    for (shape, _), is_wide in zip(forms, wide or [False] * len(forms), strict=True):
         count = prod(shape)
-        is_small = count < _LEAST_8BIT or bits == 32
+        in_fp32 = count < _LEAST_8BIT or bits == 32 or is_wide
         for _ in range(2):
             if not (paged and count >= _LEAST_PAGED):
-                states.append(_state(4 * count, "float32", shape) if is_small else _state(count, "uint8", shape))
-            if not is_small:
+                states.append(_state(4 * count, "float32", shape) if in_fp32 else _state(count, "uint8", shape))
+            if not in_fp32:
                 blocks = -(-count // _BLOCK)
                 states.append(_state(4 * blocks, "float32", (blocks,)))
     if bits == 8:
@@ -267,9 +274,7 @@ def _flash(forms: Sequence[Form]) -> OptimizerTrace:
 
 _FORMULAS: dict[str, Callable[[Sequence[Form]], OptimizerTrace]] = {
     "adamw-fused": _fused,
-    "adamw8bit": partial(_bitsandbytes, bits=8, paged=False),
     "adamw-paged": partial(_bitsandbytes, bits=32, paged=True),
-    "adamw8bit-paged": partial(_bitsandbytes, bits=8, paged=True),
     "adamw-offload": _offloaded,
     "adamw8bit-torchao": partial(_torchao, bits=8),
     "adamw4bit-torchao": partial(_torchao, bits=4),

@@ -13,7 +13,7 @@ import torch
 
 from memopt.prediction.allocator import reserved
 from memopt.prediction.headline import gib
-from memopt.prediction.optimizers import Form, follow
+from memopt.prediction.optimizers import EIGHT_BITS, Form, follow
 from memopt.prediction.setup import OPTIMIZERS, Setup
 from memopt.prediction.sharding import block_of, shard
 from memopt.saved.host import host_bytes
@@ -114,8 +114,13 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
     """The prediction for a step that has been traced; one trace serves any `setup`."""
     cuda = traced.training.cuda_kernels
     share = shard(traced, setup)
-    inside = tuple(block_of(traced, each.name) != "" for each in traced.parameters if each.is_stepped)
-    optimizer = follow(share.forms, setup, cuda, inside if setup.optimizer == "muon" else None)
+    stepped = [each for each in traced.parameters if each.is_stepped]
+    marks: tuple[bool, ...] | None = None
+    if setup.optimizer == "muon":
+        marks = tuple(block_of(traced, each.name) != "" for each in stepped)
+    elif setup.optimizer in EIGHT_BITS and setup.by_trainer:
+        marks = tuple(each.embeds for each in stepped)
+    optimizer = follow(share.forms, setup, cuda, marks)
     resident = [*share.resident, *optimizer.states]
     if cuda:
         resident += [Storage(setup.workspace, "workspaces", thread) for thread in ("forward", "backward")]

@@ -24,7 +24,7 @@ CUDA_CONTEXT = 512 * MIB
 OPTIMIZERS: dict[Optimizer, str] = {
     "adamw-fused": "torch.optim.AdamW(fused=True), Trainer's default; two states in the weights' dtype, no copies",
     "adamw-foreach": "torch.optim.AdamW, foreach; two states in the dtype of the weights, a copy of all in its step",
-    "adamw8bit": "bitsandbytes' AdamW8bit; 2.03 bytes an element (blocks of 256)",
+    "adamw8bit": "bitsandbytes' AdamW8bit; 2.03 bytes an element (blocks of 256), 8 of embeddings, as Trainer makes it",
     "adamw-paged": "bitsandbytes' PagedAdamW32bit; 8 bytes an element in pages that leave a full device, not counted",
     "adamw8bit-paged": "bitsandbytes' PagedAdamW8bit; 2 bytes an element in pages that leave a full device, not "
     "counted, and 0.03 bytes that stay",
@@ -56,6 +56,8 @@ class Setup:
     """One of `OPTIMIZERS`, which describes each."""
     momentum: float = 0.0
     """The momentum of ``sgd``."""
+    by_trainer: bool = True
+    """Whether Trainer makes the optimizer: it gives embeddings fp32 states in bitsandbytes' 8-bit optimizers."""
     accumulation: int = 1
     """Micro-batches in a step. With more than one, gradients also live during forward."""
     release_gradients: bool = False

@@ -91,6 +91,8 @@ class Parameter:
     is_buffer: bool = False
     is_idle: bool = False
     """Whether it is trained and the step gives no gradient to it, so that an optimizer makes no state for it."""
+    embeds: bool = False
+    """Whether it is the weight of an `nn.Embedding`, which a head may share."""
 
     @property
     def is_stepped(self) -> bool:

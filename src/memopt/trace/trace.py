@@ -128,6 +128,7 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
     """Every parameter and buffer of `model`, each storage once; a 4-bit parameter with its quantisation state."""
     seen: set[int] = set()
     buffers = dict(model.named_buffers())
+    embedding = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, tensor in (*model.named_parameters(), *buffers.items()):
         nbytes = 0
         for storage in storages([tensor, *quantisation_state(tensor)]):
@@ -135,7 +136,8 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
                 seen.add(storage_id(storage))
                 nbytes += storage.nbytes()
         if nbytes:
-            yield Parameter(name, tuple(tensor.shape), tensor.dtype, nbytes, tensor.requires_grad, name in buffers)
+            form, embeds = (tuple(tensor.shape), tensor.dtype, nbytes), id(tensor) in embedding
+            yield Parameter(name, *form, tensor.requires_grad, is_buffer=name in buffers, embeds=embeds)
 
 
 def with_idle(parameters: Iterable[Parameter], model: nn.Module, blocks: Sequence[str]) -> Iterator[Parameter]:
