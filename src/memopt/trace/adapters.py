@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
 from memopt.trace.quantised import Linear4bit
-from memopt.trace.training import ALL_LINEAR, check_peft
+from memopt.trace.training import ALL_LINEAR, Adapters, check_peft
 from memopt.walk.models.config import one_line
 from memopt.walk.sites import Sites
 
@@ -60,10 +61,61 @@ def add_adapters(
         raise ModelError(reason, "Use a smaller --lora-rank.") from error
     _check_outputs(model, sites)
     if not fp32:
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:  # PEFT matches the base weights' dtype only if they have data.
-                parameter.data = parameter.data.to(model.dtype)
+        _narrow(adapted, model.dtype)
     return adapted
+
+
+def add_live_adapters(model: PreTrainedModel, sites: Sites, adapters: Adapters, *, fp32: bool) -> nn.Module:
+    """`model` (on the meta device) with the adapters of a live model, whatever their configs say.
+
+    Args:
+        model: changed in place, as PEFT does.
+        sites: the sites of the model, with the linears of its blocks.
+        adapters: the live model's.
+        fp32: adapters in fp32 beside 16-bit weights.
+
+    Raises:
+        ModelError: PEFT cannot add them to a model without weights, or they compute otherwise on 4-bit weights.
+    """
+    from peft import get_peft_model
+
+    adapted: Any = None
+    for name, live in adapters.configs.items():
+        config = copy.deepcopy(live)
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = True  # other ways read the values of the weights
+        if hasattr(config, "_register_custom_module"):
+            config._register_custom_module({Linear4bit: _on_4_bits()})
+        options: dict[str, Any] = {"autocast_adapter_dtype": fp32, "low_cpu_mem_usage": True}
+        try:
+            if adapted is None:
+                adapted = get_peft_model(model, config, adapter_name=name, **options)
+            else:
+                adapted.add_adapter(name, config, **options)
+        except Exception as error:
+            raise ModelError(
+                f"The adapters of the model cannot be added to one without weights: {one_line(error)}.",
+                "Pass a recipe instead of a budget.",
+            ) from error
+    adapted.base_model.set_adapter(list(adapters.active))
+    layers = (module for module in model.modules() if isinstance(getattr(module, "base_layer", None), Linear4bit))
+    if any(getattr(layer, "lora_variant", None) for layer in layers):
+        raise ModelError(
+            "A budget for adapters on 4-bit weights is for plain LoRA: DoRA and other variants are not traced there.",
+            "Pass a recipe instead of a budget.",
+        )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in adapters.trained)
+    _check_outputs(model, sites)
+    if not fp32:
+        _narrow(adapted, model.dtype)
+    return cast(nn.Module, adapted)
+
+
+def _narrow(adapted: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # PEFT matches the base weights' dtype only if they have data.
+            parameter.data = parameter.data.to(dtype)
 
 
 def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:

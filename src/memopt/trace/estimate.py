@@ -25,7 +25,7 @@ from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
 from memopt.torch_compat import FakeTensor
-from memopt.trace.adapters import add_adapters
+from memopt.trace.adapters import add_adapters, add_live_adapters
 from memopt.trace.arguments import DTYPES, Example, example_of, group_experts, step_arguments
 from memopt.trace.emulate import CudaChoices, unpadded_masks
 from memopt.trace.fake import FakeReads, Fakes, FiniteValues, make_fake
@@ -216,7 +216,10 @@ def build_trained(
     shrink(model)
     model.train(training.dropout)
     trained: nn.Module = model
-    if training.has_adapters:
+    if of.adapters is not None:
+        trained = add_live_adapters(model, of.sites, of.adapters, fp32=training.adapter_fp32)
+        trained.train(training.dropout)
+    elif training.has_adapters:
         fp32 = training.adapter_fp32 or training.train == "qlora"
         trained = add_adapters(
             model,

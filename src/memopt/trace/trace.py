@@ -51,7 +51,8 @@ def subject(
 
     def shrink(model: PreTrainedModel) -> None:
         # Adapters are added later. Alike blocks get alike adapters, unless a target names a single module.
-        if groups is not None and not any("." in target for target in of.training.lora_targets):
+        single = any("." in target for target in of.training.lora_targets)
+        if groups is not None and not (single if of.adapters is None else not of.adapters.are_alike):
             runs.extend(take_out(model, of.sites.blocks, groups, several=True))
         prepare(model)
 

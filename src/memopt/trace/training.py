@@ -177,6 +177,19 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """The adapters of PEFT on a live model. Names of parameters are those inside the transformers model."""
+
+    configs: Mapping[str, Any]
+    """PEFT's configs by the names of the adapters, as in ``peft_config``."""
+    active: tuple[str, ...]
+    trained: frozenset[str]
+    """Names of the trained parameters."""
+    are_alike: bool
+    """Whether alike blocks have alike adapters."""
+
+
+@dataclass(frozen=True)
 class Step:
     """How a model is patched and trained. Only the config of the model is read."""
 
@@ -192,6 +205,8 @@ class Step:
     inputs: Batch | None = None
     """A batch of the size in `training`; None: inputs of that size are made."""
     notes: tuple[str, ...] = ()
+    adapters: Adapters | None = None
+    """The adapters of a live model; None: those that `training` describes."""
 
     @property
     def stock(self) -> Step:

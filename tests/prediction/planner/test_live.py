@@ -69,6 +69,84 @@ def test_a_plan_has_the_adapters_of_the_model(monkeypatch: pytest.MonkeyPatch, t
     assert sorted((each.shape, str(each.dtype)) for each in traced.parameters if each.trained) == trained
 
 
+def first_trace(monkeypatch: pytest.MonkeyPatch, model: Any) -> Trace:
+    """The trace that a plan for `model` begins with."""
+
+    def first(traced: Trace, setup: Setup) -> NoReturn:
+        raise Seen(traced)
+
+    monkeypatch.setattr(plan, "combine", first)
+    with pytest.raises(Seen) as seen:
+        training.plan_model(model, "24GiB", load_recipe("exact-unfolded"), seq=16)
+    [traced] = seen.value.args
+    assert isinstance(traced, Trace)
+    return traced
+
+
+def forms(parameters: Any) -> list[tuple[tuple[int, ...], str]]:
+    return sorted((tuple(each.shape), str(each.dtype)) for each in parameters)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True, "rank_pattern": {"down_proj": 7}},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"rank_pattern": {r"layers\.1\.mlp\.down_proj": 7}},
+        {"layers_to_transform": [1]},
+        {"bias": "all", "init_lora_weights": "pissa"},
+        {"trainable_token_indices": [1, 2]},
+    ],
+)
+def test_a_plan_trains_whatever_the_config_of_the_adapters_says(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    base = tiny_model("llama", num_hidden_layers=7, attention_bias=True)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **options)
+    model = peft.get_peft_model(base, config)
+    traced = first_trace(monkeypatch, model)
+    assert forms(each for each in traced.parameters if each.trained) == forms(
+        each for each in model.parameters() if each.requires_grad
+    )
+
+
+def test_a_plan_has_the_dropout_of_the_adapters_and_checkpointing_that_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    traced = first_trace(monkeypatch, model)
+    assert any("dropout" in event.storage.operation for event in traced.events)
+    assert traced.training.checkpointing == "none"
+    model.gradient_checkpointing_enable()
+    assert first_trace(monkeypatch, model).training.checkpointing == "full"
+
+
+def test_the_active_one_of_several_adapters_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (peft.LoraConfig(r=rank, target_modules=["q_proj"]) for rank in (4, 6))
+    model = peft.get_peft_model(tiny_model("llama"), first)
+    model.add_adapter("second", second)
+    model.set_adapter("second")
+    trained = [each for each in model.parameters() if each.requires_grad]
+    traced = first_trace(monkeypatch, model)
+    assert forms(each for each in traced.parameters if each.trained) == forms(trained)
+    assert {min(each.shape) for each in trained} == {6}
+
+
+def test_a_trace_that_trains_other_parameters_than_the_model_is_no_plan() -> None:
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    adapter = next(module for name, module in model.named_modules() if name.endswith("q_proj.lora_A.default"))
+    adapter.weight = nn.Parameter(torch.zeros(5, 8))
+    with pytest.raises(ModelError, match="trained in another way"):
+        training.plan_model(model, "24GiB", load_recipe("exact-unfolded"), seq=16)
+
+
+def test_variants_of_lora_on_four_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt.trace.adapters.Linear4bit", nn.Linear)  # real ones need bitsandbytes
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    with pytest.raises(ModelError, match="DoRA and other variants"):
+        training.plan_model(model, "24GiB", load_recipe("exact-unfolded"), seq=16)
+
+
 def test_adapters_other_than_loras_are_refused() -> None:
     config = peft.IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"])
     with pytest.raises(ModelError, match="IA3Config is neither"):

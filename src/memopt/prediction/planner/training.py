@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,13 @@ from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
 from memopt.trace.arguments import PRECISIONS
-from memopt.trace.events import Trace
+from memopt.trace.events import Parameter, Trace
 from memopt.trace.quantised import quantisation_of
 from memopt.trace.subject import default_seq, reads_tokens, step_of
 from memopt.trace.trace import parameters_of
 from memopt.trace.tracer import Tracer, trace_ahead
-from memopt.trace.training import ALL_LINEAR, Precision, Request, Step, Training
+from memopt.trace.training import ALL_LINEAR, Adapters, Precision, Request, Step, Training
+from memopt.walk.models.alike import places
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import is_own_code, trust_code
 from memopt.walk.observe import find_sites
@@ -68,11 +69,30 @@ def plan_training(
     return frontier_of(task) if budget is None else choose(task, _size(budget), approximate=recipes_with(*allow))
 
 
-def plan_step(name: str, of: Step, budget: str | int, *, held: int) -> Choice:
-    """The fastest plan for a model whose parameters and buffers take `held` bytes, whatever its config implies."""
+def plan_step(
+    name: str,
+    of: Step,
+    budget: str | int,
+    *,
+    held: int,
+    trained: Counter[tuple[tuple[int, ...], torch.dtype]] | None = None,
+) -> Choice:
+    """The fastest plan for a model whose parameters and buffers take `held` bytes, whatever its config implies.
+
+    Args:
+        trained: how many trained parameters the model has of each shape and dtype, if they are checked.
+
+    Raises:
+        ModelError: the parameters that the traced step trains are others.
+    """
     rates = find_card(budget if isinstance(budget, str) else _USUAL_CARD)
     task = _task(name, of, Setup(memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
+    if trained is not None and _forms(own.trace.parameters) != trained:
+        raise ModelError(
+            f"The adapters of {name} are trained in another way than the step that was traced for the budget.",
+            "Pass a recipe instead of a budget.",
+        )
     context = own.setup.context + held - sum(each.nbytes for each in own.trace.parameters)
     return choose(replace(task, setup=replace(task.setup, context=context), keeps_batch=True), _size(budget))
 
@@ -102,7 +122,8 @@ def _size(budget: str | int) -> int:
 def plan_model(
     model: nn.Module, budget: str | int, recipe: Recipe, *, batch: int | None = None, seq: int | None = None
 ) -> Choice:
-    """The fastest plan with which `model` trains, in its dtype and with its LoRA adapters.
+    """The fastest plan with which `model` trains: in its dtype, with its adapters, whatever their configs say, and with
+    checkpointing if that is on.
 
     Without adapters all weights count as trained, frozen ones too.
 
@@ -113,7 +134,8 @@ def plan_model(
         seq: tokens in a row, by default the limit in the config, but at most 2048.
 
     Raises:
-        ModelError: `model` has no transformers config that it can be traced from, or adapters other than LoRA's.
+        ModelError: `model` has no transformers config that it can be traced from, or adapters other than LoRA's,
+            or its adapters cannot be traced.
         NegativeVerdict: nothing fits.
     """
     base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -130,11 +152,12 @@ def plan_model(
     for each in parameters:
         weights[each.dtype] += each.nbytes
     sites = find_sites(build_meta(config))
-    adapters: Any = next(iter(getattr(model, "peft_config", {}).values()), None)
+    adapters = _adapters(model, base, sites)
+    plain: Any = None if adapters is None else next(iter(adapters.configs.values()))
     adapted = [name for name, module in base.named_modules() if getattr(module, "lora_A", None)]
     if adapters is not None and not adapted:
         raise ModelError(
-            f"A budget is for LoRA or full fine-tuning, and {type(adapters).__name__} is neither.",
+            f"A budget is for LoRA or full fine-tuning, and {type(plain).__name__} is neither.",
             "Pass a recipe instead.",
         )
     known = (PRECISIONS[dtype] for dtype, _ in weights.most_common() if dtype in PRECISIONS)
@@ -144,12 +167,49 @@ def plan_model(
         seq=(seq or default_seq(config)) if reads_tokens(config) else None,
         precision=precision,
         train="full" if adapters is None else "lora" if quantisation_of(config) is None else "qlora",
-        lora_rank=getattr(adapters, "r", 8),
+        lora_rank=getattr(plain, "r", 8),
         lora_targets=_short(adapted, sites) or (ALL_LINEAR,),
+        lora_dropout=getattr(plain, "lora_dropout", 0.0),
+        checkpointing="full" if base.is_gradient_checkpointing else "none",
         adapter_fp32=precision != "fp32" and any(each.trained and each.dtype == torch.float32 for each in parameters),
     )
     held = sum(each.nbytes for each in parameters)
-    return plan_step(type(base).__name__, Step(config, training, sites, recipe), budget, held=held)
+    step = Step(config, training, sites, recipe, adapters=adapters)
+    return plan_step(
+        type(base).__name__, step, budget, held=held, trained=None if adapters is None else _forms(parameters)
+    )
+
+
+def _adapters(model: nn.Module, base: nn.Module, sites: Sites) -> Adapters | None:
+    """The adapters on `base`, the transformers model inside `model`; None if it has none."""
+    configs = next((found for module in model.modules() if (found := getattr(module, "peft_config", None))), None)
+    if configs is None:
+        return None
+    layers: list[Any] = [module for module in base.modules() if getattr(module, "lora_A", None)]
+    active = layers[0].active_adapters if layers else ()
+    block_at = places(sites.blocks)
+    frozen: defaultdict[int, list[object]] = defaultdict(list)
+    trained: defaultdict[int, list[object]] = defaultdict(list)
+    for name, each in base.named_parameters():
+        place = block_at(name)
+        if place >= 0:
+            form = (tuple(each.shape), each.dtype)
+            inside = name.partition(f"{sites.blocks[place]}.")[2]
+            (trained if each.requires_grad else frozen)[place].append((inside, form) if each.requires_grad else form)
+    kinds: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
+    for place in range(len(sites.blocks)):
+        kinds[frozenset(Counter(frozen[place]).items())].add(frozenset(trained[place]))
+    return Adapters(
+        dict(configs),
+        tuple(active),
+        frozenset(name for name, each in base.named_parameters() if each.requires_grad),
+        all(len(kind) == 1 for kind in kinds.values()),
+    )
+
+
+def _forms(parameters: Iterable[Parameter]) -> Counter[tuple[tuple[int, ...], torch.dtype]]:
+    """How many trained parameters have each shape and dtype."""
+    return Counter((each.shape, each.dtype) for each in parameters if each.trained)
 
 
 def _short(adapted: Sequence[str], sites: Sites) -> tuple[str, ...]:
