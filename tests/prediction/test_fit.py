@@ -72,6 +72,24 @@ def test_one_prediction_beside_the_first_is_enough_where_its_sketch_is_right() -
     assert asked == [1, 714]
 
 
+def test_a_sketch_simulates_the_allocator_for_few_sizes() -> None:
+    asked: list[float] = []
+
+    class Followed(Told):
+        """Its allocator holds a tenth more than lives."""
+
+        def needs(self, times: float) -> float:
+            asked.append(times)
+            return 1.1 * self.live(times)
+
+    def need(rows: int) -> int:
+        return int(1.1 * (10_000 + 70 * rows))
+
+    found = largest(need, 60_000, start=1, most=5000, sketched=lambda rows: Followed(rows, 10_000 + 70 * rows, 70))
+    assert found.value == 636
+    assert len(asked) <= 8
+
+
 def test_few_predictions_are_enough_on_steps() -> None:
     """What a small model reserves grows by whole segments, of which a sketch may tell little."""
     for wide, limit in ((37, 900), (100, 520), (9, 1500), (450, 600)):

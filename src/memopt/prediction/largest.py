@@ -98,20 +98,39 @@ def largest(
     fits, too_much = 0, most + 1
     number = max(1, min(start, most))
     for looks in itertools.count(1):
-        if need(number) <= limit:
+        needed = need(number)
+        if needed <= limit:
             fits = number
         else:
             too_much = number
         if too_much == fits + 1:
             return Largest(fits, is_all=fits == most)
-        told = _told(range(fits + 1, too_much), limit, sketched(number), number)
+        told = _told(range(fits + 1, too_much), limit, sketched(number), number, needed)
         if looks > 1 and max(number - told, told + 1 - number) < _NEAR * number:
             return Largest(told, is_all=told == most)
         number = max(told, fits + 1) if looks < _LOOKS else (fits + too_much) // 2
     raise AssertionError
 
 
-def _told(numbers: range, limit: int, sketch: Scaled, known: int) -> int:
-    """The last of `numbers` that fits by the sketch of `known`; if none fits, the number before the first."""
-    alive = bisect_left(numbers, True, key=lambda each: sketch.live(each / known) > limit)
-    return numbers[0] + bisect_left(numbers[:alive], True, key=lambda each: sketch.needs(each / known) > limit) - 1
+def _told(numbers: range, limit: int, sketch: Scaled, known: int, needed: int) -> int:
+    """The last of `numbers` that fits by the sketch of `known`, which takes `needed` bytes; if none fits, the number
+    before the first."""
+    numbers = numbers[: bisect_left(numbers, True, key=lambda each: sketch.live(each / known) > limit)]
+    # The allocator's unused bytes are nearly the same share of the live bytes at every size.
+    share = needed / max(sketch.live(1), 1)
+    guess = bisect_left(numbers, True, key=lambda each: share * sketch.live(each / known) > limit)
+    return numbers.start + _first(numbers, lambda each: sketch.needs(each / known) > limit, guess) - 1
+
+
+def _first(numbers: range, is_too_much: Callable[[int], bool], guess: int) -> int:
+    """The index of the first number that is too much, with few calls if `guess` is near it."""
+    low, high, probe, step = 0, len(numbers), guess, 1
+    while low < high:
+        if not low <= probe < high:
+            probe = high - 1 if probe == high == len(numbers) else (low + high) // 2
+        if is_too_much(numbers[probe]):
+            high, probe = probe, probe - step
+        else:
+            low, probe = probe + 1, probe + step
+        step *= 2
+    return low

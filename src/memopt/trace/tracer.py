@@ -190,12 +190,17 @@ class _Extension:
                 left_out = range(self._cut, self._cut + self._count)
                 for place in left_out if segment[0] == "F" else reversed(left_out):
                     for like, copied in self._copied(segment[0], place):
-                        operations += [each.at(len(events)) for each in self._operations.get(like, ())]
+                        if like in self._operations:
+                            operations += [each.at(len(events)) for each in self._operations[like]]
                         events.append(copied)
             previous = segment
-            operations += [each.at(len(events)) for each in self._operations.get(moment, ())]
-            events += [event] if event.allocated else self._frees(moment, segment)
-        operations.extend(each.at(len(events)) for each in self._operations[len(self._given)])
+            if moment in self._operations:
+                operations += [each.at(len(events)) for each in self._operations[moment]]
+            if event.allocated:
+                events.append(event)
+            else:
+                events += self._frees(moment, segment)
+        operations.extend(each.at(len(events)) for each in self._operations.get(len(self._given), ()))
         _check_balance(events)
         return tuple(events), tuple(operations)
 
