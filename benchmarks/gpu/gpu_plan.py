@@ -15,6 +15,7 @@ Only the standard library is imported here, so that a machine which lacks a pack
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -207,7 +208,11 @@ def environment_of(variables: dict[str, str]) -> dict[str, str] | str:
 def lacking(path: Sequence[str]) -> Iterator[str]:
     """Packages that memopt or its tests need and that are in no folder of `path`."""
     for name in needed():
-        if next(iter(importlib.metadata.distributions(name=name, path=list(path))), None) is None:
+        if name == "triton":  # its package for ROCm has another name
+            is_there = importlib.machinery.PathFinder.find_spec(name, list(path)) is not None
+        else:
+            is_there = any(True for _ in importlib.metadata.distributions(name=name, path=list(path)))
+        if not is_there:
             yield name
 
 

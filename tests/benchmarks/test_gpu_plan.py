@@ -116,6 +116,15 @@ def test_packages_that_were_brought_along_are_used_where_the_interpreter_lacks_t
     assert environment["PYTHONPATH"].endswith(str(tmp_path))
 
 
+def test_triton_may_come_in_a_package_of_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_plan, "needed", lambda: ["triton"])
+    assert list(gpu_plan.lacking([str(tmp_path)])) == ["triton"]
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").touch()
+    (tmp_path / "pytorch_triton_rocm-3.6.dist-info").mkdir()
+    assert list(gpu_plan.lacking([str(tmp_path)])) == []
+
+
 #: A process in which modules of which `blocked` is true are not there.
 FILTERED = """
 import importlib.machinery, importlib.metadata as metadata, re, sys

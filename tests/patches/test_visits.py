@@ -18,6 +18,7 @@ import memopt
 from memopt.patches.apply import apply
 from memopt.patches.sampled_linear.dataset import remember_gradients
 from memopt.patches.sampled_linear.module import patch_sampled_linear
+from memopt.patches.sampled_linear.padding import PaddingWatch
 from memopt.patches.sampled_linear.slot import Sampling
 from memopt.patches.sampled_linear.visits import INDEX, Visits, declare_index, patch_visits, visits_of
 from memopt.patches.scope import ScopeRewrite, patch_scope
@@ -445,3 +446,17 @@ def test_unpatch_takes_all_back() -> None:
     memopt.unpatch(bert)
     assert not any(map(is_swapped, bert.modules()))
     assert INDEX not in inspect.signature(bert.forward).parameters
+
+
+def test_only_a_copy_from_cuda_is_read_by_an_event_and_may_still_be_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, copy_to = [], Tensor.to
+
+    def recorded(tensor: Tensor, *where: Any, **options: Any) -> Tensor:
+        asked.append((tensor.device.type, options.get("non_blocking", False)))
+        return copy_to(tensor, *where, **options)
+
+    watch, norms = PaddingWatch(), torch.tensor([2.0, 0.0])
+    watch.note(watch.add("linear"), norms, torch.tensor([True, False]), left_out=False)
+    monkeypatch.setattr(Tensor, "to", recorded)
+    watch.settle()
+    assert asked == [("cpu", False)]

@@ -39,9 +39,11 @@ def drawn(
     return logits.to(DEVICE), target.to(DEVICE), dloss.to(DEVICE), None if weight is None else weight.to(DEVICE)
 
 
+# The losses' errors are a unit in the last place or two, so 3.5 roundings are allowed for 2 of stock's. Of 24 rows, 16 count:
+# where both err alike, their RMS differ by that much in 2 of 100 draws. Of 3 rows, 2 count, and they do in 25 of 100.
 @every_option
 @every_dtype
-@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (7, 2), (0, 5), (9, 257), (5, 8192), (3, 8200), (2, 66001)])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (7, 2), (0, 5), (9, 257), (5, 8192), (24, 8200), (2, 66001)])
 def test_loss_and_gradient_are_as_accurate_as_stocks(
     rows: int, classes: int, dtype: torch.dtype, smoothing: float, weighted: bool
 ) -> None:

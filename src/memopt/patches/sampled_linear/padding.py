@@ -81,7 +81,7 @@ class PaddingWatch:
         arrived, self._coming = self._coming, []
         for device in dict.fromkeys(verdict.device for _, verdict, _ in notes):
             there = [note for note in notes if note[1].device == device]
-            verdicts = torch.stack([verdict for _, verdict, _ in there]).to("cpu", non_blocking=True)
+            verdicts = torch.stack([verdict for _, verdict, _ in there]).to("cpu", non_blocking=device.type == "cuda")
             event = torch.cuda.Event() if device.type == "cuda" else None
             if event is not None:
                 event.record(torch.cuda.current_stream(device))
