@@ -145,9 +145,12 @@ TRAIN_PYTEST = OMP_NUM_THREADS=1 $(TRAIN) -m pytest $(DURATIONS) -m "not slow an
 # Once with kernels in Triton's interpreter, for values, and once without them, for what is counted. Needs g++ in CI; elsewhere
 # its absence is a skip that says so.
 ON_DEVICE = $(PYTEST) -p tests.device.emulator.plugin
+# Of tests/triton, which all run there (13 minutes), what takes seconds: do its tensors reach the device?
+KERNELS_ON_DEVICE = $(addprefix tests/triton/test_,norm_autocast.py sampled_rows.py)
 
 test-device: $(STAMP) ## run tests/gpu and whole steps of nine models on a CUDA device emulated on the CPU (needs g++)
 	@TRITON_INTERPRET=1 $(ON_DEVICE) -m "not slow" tests/gpu tests/device/numeric
+	@TRITON_INTERPRET=1 $(ON_DEVICE) -m "not slow" $(KERNELS_ON_DEVICE)
 	@$(ON_DEVICE) -m "not slow" $(addprefix --ignore=tests/device/,numeric quantised) tests/device
 
 test-train: $(TRAIN_STAMP) ## run memopt under TRL, Lightning, Liger, bitsandbytes and others, and the examples for a few steps
