@@ -39,8 +39,8 @@ def drawn(
     return logits.to(DEVICE), target.to(DEVICE), dloss.to(DEVICE), None if weight is None else weight.to(DEVICE)
 
 
-# Errors of losses are a unit in the last place, two roundings, and 3.5 are allowed. Of 24 rows, 16 count: where both err
-# alike, their RMS differ by that much in 2 of 100 draws. Of 3 rows, 2 count, and their RMS do in 25 of 100.
+# Errors of losses are a unit in the last place, two roundings, and 3.5 are allowed. Of 24 rows, 16 count: where both
+# err alike, their RMS differ by that much in 2 of 100 draws. Of 3 rows, 2 count, and their RMS do in 25 of 100.
 @every_option
 @every_dtype
 @pytest.mark.parametrize(("rows", "classes"), [(1, 1), (7, 2), (0, 5), (9, 257), (5, 8192), (24, 8200), (2, 66001)])
