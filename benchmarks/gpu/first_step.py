@@ -1,4 +1,4 @@
-"""One real step of four models, patched in five ways, beside the stock model's step on the same weights.
+"""One real step of four models, patched in six ways, beside the stock model's step on the same weights.
 
     python -m benchmarks.first_step             print the table (a GPU is needed; about five minutes)
     python -m benchmarks.first_step --check     and exit 1 where a patched step is wrong, larger or waits more often
@@ -8,8 +8,8 @@ Random weights, no dropout, forward and backward. `off` is the median over param
 the stock model's own error, both against stock modules in fp64; the loss may be one rounding to bf16 further from fp64
 than stock's. `kept` is what the forward leaves allocated, `peak` the most in the step. `waits` counts operations for
 which the host waits for the device (torch.cuda.set_sync_debug_mode). Times are medians of five steps in a row, and are
-not judged. `autocast` trains fp32 weights in bf16; in `checkpointing` both models use transformers' own; every other
-row is in bf16.
+not judged. `autocast` trains fp32 weights in bf16; in `checkpointing` both models use transformers' own, and in
+`offload` the stock model does, beside the recipe `long-context`; all rows but `autocast` are in bf16.
 """
 
 from __future__ import annotations

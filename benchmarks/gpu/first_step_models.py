@@ -25,6 +25,7 @@ WAYS = {
     "LoRA": Way(lora=True),
     "autocast": Way(autocast=True),
     "checkpointing": Way(checkpointing=True),
+    "offload": Way("long-context", checkpointing=True),
 }
 
 

@@ -83,7 +83,7 @@ def _tests(question: str, result: str, minutes: float, *arguments: str, parallel
 PARTS: tuple[Part, ...] = (
     Part(
         CHECKS,
-        "Does it import, and is a step of Llama, BERT, ViT and T5 right, smaller and free of waits, in five ways?",
+        "Does it import, and is a step of Llama, BERT, ViT and T5 right, smaller and free of waits, in six ways?",
         "first_step.json", 5, "benchmarks.first_step", ("--check",),
     ),
     _tests(

@@ -31,11 +31,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import EXIT_CANNOT_RUN, NO_GPU, Result, document, finish, sentence
-from benchmarks.prediction import WAYS
+from benchmarks.prediction import WAYS as WITHOUT_OFFLOAD
 from memopt.prediction.peak import MARGIN
 
 MODULE = "benchmarks.peaks"
 Row = dict[str, Any]
+#: Name -> checkpointing of the model's own, recipe. On the CPU, offloaded tensors would be on the device too.
+WAYS = {**WITHOUT_OFFLOAD, "offload": ("none", "long-context")}
 
 _LLAMA: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
@@ -77,7 +79,7 @@ class Case:
     model: str
     train: Any
     way: str
-    """One of `benchmarks.prediction.WAYS`."""
+    """One of `WAYS`."""
     precision: Any = "bf16"
 
     def __str__(self) -> str:
@@ -91,6 +93,7 @@ CASES = (
     Case("llama-1b", "lora", "exact"),
     Case("llama-1b", "full", "levels"),
     Case("llama-1b", "full", "checkpointing"),
+    Case("llama-1b", "lora", "offload"),
     Case("bert-large", "full", "exact"),
     Case("bert-large", "full", "none"),
     Case("llama-1b", "full", "exact", "bf16-mixed"),
