@@ -27,6 +27,7 @@ from memopt.torch_compat import warn_once_of_missing
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
+    from memopt.prediction.setup import Run
     from memopt.reporting.terminal import Summary
 
 M = TypeVar("M", bound=nn.Module)
@@ -41,6 +42,7 @@ def patch(
     budget: str | int | None = None,
     batch: int | None = None,
     seq: int | None = None,
+    run: Run | None = None,
 ) -> M:
     """Patch a model in memory; training then saves fewer bytes for backward. Returns the same object.
 
@@ -57,6 +59,8 @@ def patch(
             fastest exact plan whose training step fits; ``memopt.summary(model)`` prints it.
         batch: rows of a step, for `budget`; default: 1.
         seq: tokens in a row, for `budget`; default: the config's limit, at most 2048.
+        run: optimizer, micro-batches, devices and autocast, for `budget`; default: fused AdamW, one micro-batch, one
+            device, no autocast.
 
     Raises:
         NegativeVerdict: the model is already patched, nothing in it can be patched, or nothing fits in `budget`.
@@ -72,7 +76,7 @@ def patch(
     _check_values(model)
     with generators_kept():
         if budget is not None:
-            rules = _within(model, budget, rules, batch, seq)
+            rules = _within(model, budget, rules, batch, seq, run)
         plan = plan_for(model, rules, inputs=inputs)
         applied = apply(model, plan)
         _finish(model, applied, given=inputs is not None)
@@ -238,12 +242,16 @@ def _check_values(model: nn.Module) -> None:
         )
 
 
-def _within(model: nn.Module, budget: str | int, rules: Recipe, batch: int | None, seq: int | None) -> Recipe:
+def _within(
+    model: nn.Module, budget: str | int, rules: Recipe, batch: int | None, seq: int | None, run: Run | None
+) -> Recipe:
     """The recipe of the fastest plan that fits; warns if the plan needs smaller micro-batches."""
     from memopt.prediction.planner.training import plan_model
 
-    plan = plan_model(model, budget, rules, batch=batch, seq=seq).plan
-    if plan.accumulation > 1:
+    choice = plan_model(model, budget, rules, batch=batch, seq=seq, run=run)
+    plan = choice.plan
+    _logger.info("planned for: %s", choice.training)
+    if plan.accumulation > choice.setup.accumulation:
         warnings.warn(
             f"A batch of {batch} rows fits in the budget only as {plan.accumulation} micro-batches: train with "
             f"per_device_train_batch_size={plan.batch}, gradient_accumulation_steps={plan.accumulation}.",

@@ -13,6 +13,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from torch import nn
 
+from memopt.integrations.arguments import run_of_axolotl
 from memopt.integrations.once import Patching
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE
 
@@ -37,4 +38,5 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         """Patch `model`; raises the errors of `memopt.patch`."""
         own = Arguments(**{key: cfg[key] for key in Arguments.model_fields if cfg.get(key) is not None})
         patching = Patching(own.memopt_recipe, budget=own.memopt_budget)
-        patching.patch_once(model, batch=cfg.get("micro_batch_size"), seq=cfg.get("sequence_len"))
+        run = None if own.memopt_budget is None else run_of_axolotl(cfg)
+        patching.patch_once(model, batch=cfg.get("micro_batch_size"), seq=cfg.get("sequence_len"), run=run)

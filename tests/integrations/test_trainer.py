@@ -16,6 +16,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 import memopt
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.patches.apply import is_patched
+from memopt.prediction.setup import Run, Setup
 from memopt.sampling import IndexedDataset
 from tests.factories import tiny_inputs, tiny_model
 from tests.support.processes import run_code
@@ -191,7 +192,33 @@ def test_a_plan_for_a_budget_takes_its_batch_from_the_trainer(tmp_path: Path, mo
     given: dict[str, Any] = {}
     monkeypatch.setattr(once, "patch", lambda model, recipe, **kwargs: given.update(kwargs))
     trainer(tmp_path, tiny_model("llama"), memopt.TrainerCallback(budget="1GiB", seq=12))
-    assert given == {"inputs": None, "budget": "1GiB", "batch": 2, "seq": 12}
+    assert given == {"inputs": None, "budget": "1GiB", "batch": 2, "seq": 12, "run": Run()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "run"),
+    [
+        ({"bf16": True}, Run(autocast="bf16")),
+        ({"gradient_accumulation_steps": 4}, Run(Setup(accumulation=4))),
+        ({"gradient_checkpointing": True}, Run(checkpointing=True)),
+        ({"optim": "adafactor"}, Run(Setup("adafactor"))),
+        ({"optim": "rmsprop"}, Run()),
+    ],
+)
+def test_a_plan_for_a_budget_counts_the_arguments_of_the_trainer(
+    tmp_path: Path,
+    settings: dict[str, Any],
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from memopt.integrations import once
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(once, "patch", lambda model, recipe, **kwargs: given.update(kwargs))
+    trainer(tmp_path, tiny_model("llama"), memopt.TrainerCallback(budget="1GiB", seq=12), **settings)
+    assert given["run"] == run
+    assert ("does not count optimizer rmsprop" in caplog.text) is ("rmsprop" in settings.values())
 
 
 @pytest.mark.parametrize("indexed", [True, False])

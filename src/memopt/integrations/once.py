@@ -14,6 +14,7 @@ from torch import nn
 from memopt.api import check_is_module, memory_recipe, patch, summary
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
 from memopt.prediction.cards import find_card
+from memopt.prediction.setup import Run
 
 logger = logging.getLogger("memopt")
 
@@ -39,12 +40,19 @@ class Patching:
             find_card(self.budget)
 
     def patch_once(
-        self, model: nn.Module, *, batch: int | None = None, seq: int | None = None, say: bool = True
+        self,
+        model: nn.Module,
+        *,
+        batch: int | None = None,
+        seq: int | None = None,
+        run: Run | None = None,
+        say: bool = True,
     ) -> None:
         """Patch `model` and log it; a model that is already patched is not changed.
 
         Args:
             batch, seq: the trainer's sizes, for `budget`, where this object has none.
+            run: how the trainer runs its steps, for `budget`.
             say: whether this process logs.
         """
         check_is_module(model)
@@ -53,8 +61,11 @@ class Patching:
             if before.modules:
                 logger.info("the model is already patched by recipe '%s'; it was not changed", before.recipe)
                 return
-            sizes = {} if self.budget is None else {"batch": self.batch or batch, "seq": self.seq or seq}
-            patch(model, self.recipe, inputs=self.inputs, budget=self.budget, **sizes)
+            if self.budget is None:
+                patch(model, self.recipe, inputs=self.inputs)
+            else:
+                sizes = {"batch": self.batch or batch, "seq": self.seq or seq}
+                patch(model, self.recipe, inputs=self.inputs, budget=self.budget, run=run, **sizes)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import nn
 
 from memopt.api import summary
 from memopt.errors import ModelError
+from memopt.integrations.arguments import run_of
 from memopt.integrations.once import Patching, logger
 from memopt.integrations.release import release_gradients
 from memopt.patches.apply import is_patched
@@ -113,6 +114,7 @@ class TrainerCallback(transformers.TrainerCallback):
             model,
             batch=args.per_device_train_batch_size,
             seq=getattr(args, "max_length", None),
+            run=None if self._patching.budget is None else run_of(args),
             say=state.is_local_process_zero,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from memopt.errors import UsageError, check_choice
@@ -129,3 +129,14 @@ class Setup:
         if self.sharding != "none":
             words.append(f"{self.sharding} over {self.devices} devices")
         return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a trainer runs the steps of a model that it is given."""
+
+    setup: Setup = field(default_factory=Setup)
+    autocast: Literal["bf16", "fp16"] | None = None
+    """The dtype of autocast, which counts where the weights are in fp32."""
+    checkpointing: bool = False
+    """Whether it will turn activation checkpointing of the model on."""

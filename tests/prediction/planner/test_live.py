@@ -14,7 +14,7 @@ from memopt.errors import ModelError, NegativeVerdict
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import plan, training
 from memopt.prediction.planner.choice import Choice
-from memopt.prediction.setup import Setup
+from memopt.prediction.setup import Run, Setup
 from memopt.trace.events import Trace
 from tests.factories import tiny_inputs, tiny_model
 
@@ -41,6 +41,14 @@ def test_a_model_is_patched_by_the_plan_that_fits(monkeypatch: pytest.MonkeyPatc
     ids = tiny_inputs("llama")["input_ids"]
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, stock(input_ids=ids).logits)
+
+
+def test_a_plan_counts_autocast_optimizer_and_micro_batches_of_a_run() -> None:
+    run = Run(Setup("sgd", accumulation=3), autocast="bf16")
+    found = training.plan_model(tiny_model("llama"), "24GiB", load_recipe("exact-unfolded"), seq=16, run=run)
+    assert "bf16-mixed, full fine-tuning" in found.training
+    assert "sgd, 3 micro-batches" in found.training
+    assert (found.plan.batch, found.plan.accumulation) == (1, 3)
 
 
 def test_a_budget_that_nothing_fits_leaves_the_model_as_it_was() -> None:

@@ -21,7 +21,7 @@ from memopt.prediction.peak import MARGIN
 from memopt.prediction.planner.choice import Choice, Frontier
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
-from memopt.prediction.setup import Setup
+from memopt.prediction.setup import Run, Setup
 from memopt.trace.arguments import PRECISIONS
 from memopt.trace.events import Parameter, Trace
 from memopt.trace.quantised import quantisation_of
@@ -75,6 +75,7 @@ def plan_step(
     budget: str | int,
     *,
     held: int,
+    setup: Setup | None = None,
     trained: Counter[tuple[tuple[int, ...], torch.dtype]] | None = None,
 ) -> Choice:
     """The fastest plan for a model whose parameters and buffers take `held` bytes, whatever its config implies.
@@ -86,7 +87,7 @@ def plan_step(
         ModelError: the parameters that the traced step trains are others.
     """
     rates = find_card(budget if isinstance(budget, str) else _USUAL_CARD)
-    task = _task(name, of, Setup(memory=_size(budget)), rates)
+    task = _task(name, of, replace(setup or Setup(), memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
     if trained is not None and _forms(own.trace.parameters) != trained:
         raise ModelError(
@@ -120,7 +121,13 @@ def _size(budget: str | int) -> int:
 
 
 def plan_model(
-    model: nn.Module, budget: str | int, recipe: Recipe, *, batch: int | None = None, seq: int | None = None
+    model: nn.Module,
+    budget: str | int,
+    recipe: Recipe,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    run: Run | None = None,
 ) -> Choice:
     """The fastest plan with which `model` trains: in its dtype, with its adapters, whatever their configs say, and with
     checkpointing if that is on.
@@ -132,6 +139,7 @@ def plan_model(
         recipe: the recipe that the plan changes.
         batch: rows in a batch, by default 1.
         seq: tokens in a row, by default the limit in the config, but at most 2048.
+        run: how a trainer runs the steps, by default with fused AdamW on one device, without autocast.
 
     Raises:
         ModelError: `model` has no transformers config that it can be traced from, or adapters other than LoRA's,
@@ -162,6 +170,9 @@ def plan_model(
         )
     known = (PRECISIONS[dtype] for dtype, _ in weights.most_common() if dtype in PRECISIONS)
     precision: Precision = next(known, "bf16")
+    run = run or Run()
+    if run.autocast is not None and precision == "fp32":
+        precision = "bf16-mixed" if run.autocast == "bf16" else "fp16-mixed"
     training = Training(
         batch=batch or 1,
         seq=(seq or default_seq(config)) if reads_tokens(config) else None,
@@ -170,14 +181,14 @@ def plan_model(
         lora_rank=getattr(plain, "r", 8),
         lora_targets=_short(adapted, sites) or (ALL_LINEAR,),
         lora_dropout=getattr(plain, "lora_dropout", 0.0),
-        checkpointing="full" if base.is_gradient_checkpointing else "none",
-        adapter_fp32=precision != "fp32" and any(each.trained and each.dtype == torch.float32 for each in parameters),
+        checkpointing="full" if run.checkpointing or base.is_gradient_checkpointing else "none",
+        adapter_fp32=precision in ("bf16", "fp16")
+        and any(each.trained and each.dtype == torch.float32 for each in parameters),
     )
     held = sum(each.nbytes for each in parameters)
     step = Step(config, training, sites, recipe, adapters=adapters)
-    return plan_step(
-        type(base).__name__, step, budget, held=held, trained=None if adapters is None else _forms(parameters)
-    )
+    trained = None if adapters is None else _forms(parameters)
+    return plan_step(type(base).__name__, step, budget, held=held, setup=run.setup, trained=trained)
 
 
 def _adapters(model: nn.Module, base: nn.Module, sites: Sites) -> Adapters | None:

@@ -1,0 +1,49 @@
+"""The settings of a trainer that decide how much memory a step takes, for the plan of a budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from memopt.errors import UsageError
+from memopt.integrations.once import logger
+from memopt.prediction.setup import TRAINER_NAMES, Run, Setup, Sharding
+
+_OPTIMIZERS = {name: optimizer for optimizer, name in TRAINER_NAMES.items()}
+_ZERO: dict[int, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
+
+
+def run_of(args: Any) -> Run:
+    """How a Trainer with these `TrainingArguments` runs its steps; logs a warning about what a plan cannot express."""
+    setup, left_out = _optimized(str(getattr(args.optim, "value", args.optim)), args.gradient_accumulation_steps)
+    if args.world_size > 1:
+        stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
+        sharding: Sharding = _ZERO.get(stage) or ("fsdp" if getattr(args, "fsdp", None) else "ddp")
+        try:
+            setup = replace(setup, sharding=sharding, devices=args.world_size)
+        except UsageError:  # not predicted with this optimizer
+            left_out.append(f"{sharding} over {args.world_size} devices")
+    elif args.n_gpu > 1:
+        left_out.append(f"DataParallel over {args.n_gpu} devices")
+    return _run(setup, args.bf16, args.fp16, args.gradient_checkpointing, left_out)
+
+
+def run_of_axolotl(cfg: Any) -> Run:
+    """How axolotl runs the steps of this configuration; logs a warning about what a plan does not count."""
+    optimizer = str(cfg.get("optimizer") or "adamw_torch_fused")
+    setup, left_out = _optimized(optimizer, int(cfg.get("gradient_accumulation_steps") or 1))
+    left_out += [key for key in ("deepspeed", "fsdp", "fsdp_config") if cfg.get(key)]
+    return _run(setup, cfg.get("bf16"), cfg.get("fp16"), cfg.get("gradient_checkpointing"), left_out)
+
+
+def _optimized(name: str, accumulation: int) -> tuple[Setup, list[str]]:
+    """The setup with the optimizer that Trainer calls `name`, and what is left out of it."""
+    if name in _OPTIMIZERS:
+        return Setup(_OPTIMIZERS[name], accumulation=accumulation), []
+    return Setup(accumulation=accumulation), [f"optimizer {name}"]
+
+
+def _run(setup: Setup, bf16: object, fp16: object, checkpointing: object, left_out: list[str]) -> Run:
+    if left_out:
+        logger.warning("the plan for the budget does not count %s; it is for %s", " and ".join(left_out), setup)
+    return Run(setup, "bf16" if bf16 else "fp16" if fp16 else None, bool(checkpointing))
