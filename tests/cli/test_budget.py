@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["report", str(tmp_path), "--budget", "100MiB", "--seq", "32", "--json"]) == 1
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["type"] == "NegativeVerdict"
-    assert "fits in 100 MiB: the smallest takes" in error["message"]
+    assert "fits in 100 MiB: the smallest found takes" in error["message"]
 
 
 @pytest.mark.parametrize(

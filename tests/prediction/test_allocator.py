@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 
-from memopt.prediction.allocator import reserved
+from memopt.prediction.allocator import least_limit, reserved
 from memopt.trace.events import Event, Storage
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -75,3 +76,28 @@ def test_a_large_block_keeps_a_rest_of_up_to_one_mebibyte() -> None:
     first, second, rest = storage(40 * MIB), storage(39 * MIB), storage(MIB + 512)
     order = [(first, True), (first, False), (second, True), (rest, True), (second, False), (rest, False)]
     assert reserved([], events(*order)) == 60 * MIB
+
+
+def test_the_least_limit_is_the_smallest_on_which_the_steps_fit() -> None:
+    chance = random.Random(0)
+    above = 0
+    for _ in range(15):
+        order: list[tuple[Storage, bool]] = []
+        alive: list[Storage] = []
+        for _ in range(50):
+            if alive and chance.random() < len(alive) / 8:
+                order.append((alive.pop(chance.randrange(len(alive))), False))
+            else:
+                alive.append(storage(chance.randrange(1, 40) * MIB))
+                order.append((alive[-1], True))
+        step = events(*order, *((each, False) for each in alive))
+        fitting = [limit for limit in range(0, 1000, 2) if reserved([], step, limit=limit * MIB) <= limit * MIB]
+        assert least_limit([], step) == fitting[0] * MIB
+        above += len(fitting) < (1000 - fitting[0]) // 2
+    assert above  # some steps fit a device and not every larger one
+
+
+def test_the_least_limit_of_expandable_segments_is_what_they_hold() -> None:
+    first, second = storage(30 * MIB), storage(32 * MIB)
+    step = events((first, True), (first, False), (second, True), (second, False))
+    assert least_limit([], step, expandable=True) == 40 * MIB == reserved([], step, expandable=True)

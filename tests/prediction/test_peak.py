@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +12,14 @@ import torch
 from memopt.errors import UsageError
 from memopt.prediction.optimizers import OptimizerTrace, _repeated, _step, follow, make_optimizer
 from memopt.prediction.peak import Prediction, predict
+from memopt.prediction.planner.plan import _fits_expandable
 from memopt.prediction.setup import Setup
+from memopt.trace.events import Event, Storage, peak_of
 from memopt.trace.timeline import Timeline
 from memopt.trace.training import Step, Training
 from tests.trace.builders import named_config, sites_of
+
+MIB = 1 << 20
 
 
 def predicted(name: str, setup: Setup | None = None, **training: Any) -> Prediction:
@@ -200,3 +206,47 @@ def _live(events: Any) -> list[int]:
     for event in events:
         live.append(live[-1] + event.change)
     return live
+
+
+@pytest.fixture(scope="module")
+def fragmenting() -> Prediction:
+    """A step whose segments fit 212 MiB, but not 214 to 246 MiB, where they are released later."""
+    found, chance = predicted("llama", cuda_kernels=True), random.Random(31)
+    events: list[Event] = []
+    alive: list[Storage] = []
+    for _ in range(50):
+        if alive and chance.random() < len(alive) / 8:
+            events.append(Event(alive.pop(chance.randrange(len(alive))), False, "backward"))
+        else:
+            alive.append(Storage(chance.randrange(1, 40) * MIB, "temporaries"))
+            events.append(Event(alive[-1], True, "forward"))
+    events += [Event(each, False, "backward") for each in alive]
+    return replace(found, resident=(), events=tuple(events), peak=peak_of((), events))
+
+
+def on_device(of: Prediction, memory: int) -> Prediction:
+    return replace(of, setup=replace(of.setup, memory=memory))
+
+
+def test_what_fits_a_device_fits_every_larger_one(fragmenting: Prediction) -> None:
+    sizes = range(fragmenting.context, fragmenting.context + 1000 * MIB, 2 * MIB)
+    devices = [on_device(fragmenting, size) for size in sizes]
+    fits = [each.needs <= size for each, size in zip(devices, sizes, strict=True)]
+    assert fits == sorted(fits)
+    assert set(fits) == {False, True}
+    too_small = {each.needs for each, does in zip(devices, fits, strict=True) if not does}
+    (needs,) = too_small
+    assert on_device(fragmenting, needs).needs <= needs
+    lowered = [each for each in devices if each.limit_advice]
+    assert lowered
+    assert all(each.needs <= each.setup.memory < each.usual + each.context + each.margin for each in lowered)  # type: ignore[operator]
+    assert "set_per_process_memory_fraction" in lowered[0].limit_advice
+    assert "expandable_segments:True" in lowered[0].limit_advice
+
+
+def test_a_refused_step_that_expandable_segments_would_fit_is_found(fragmenting: Prediction) -> None:
+    for size, fits in ((190, False), (205, True)):
+        limit = fragmenting.context + size * MIB
+        refused = on_device(fragmenting, fragmenting.context + round(1.03 * size * MIB))
+        assert refused.total > limit
+        assert _fits_expandable(refused, limit) is fits

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 
 from memopt.trace.events import Event, Storage
 
@@ -22,6 +23,8 @@ _SMALL_SEGMENT = 2 << 20
 _LARGE_SEGMENT = 20 << 20
 _LEAST_OWN = 10 << 20
 _ROUND_OWN = 2 << 20
+#: The most limits that are tried to find the smallest one.
+_TRIES = 24
 #: First addresses of the two pools. Addresses identify segments and blocks, as on a device.
 SMALL_POOL, LARGE_POOL = 1 << 46, 1 << 47
 
@@ -57,6 +60,35 @@ def reserved(
     return allocator.most
 
 
+def least_limit(resident: Sequence[Storage], events: Sequence[Event], *, expandable: bool = False) -> int:
+    """The fewest bytes of a device on which two steps fit.
+
+    On a larger device segments are released later, so that the steps may not fit it. So this runs the steps with their
+    live bytes as the limit, then with the smallest limit that changes a release, and so on. If none of `_TRIES` limits
+    is enough, it is the device with room for every segment.
+    """
+    live = accumulate((event.change for event in events), initial=sum(each.nbytes for each in resident))
+    limit: int | None = max(live)
+    for _ in range(_TRIES):
+        allocator = Allocator(expandable=expandable, limit=limit)
+        if _fits(allocator, resident, events):
+            return allocator.most
+        limit = allocator.next
+    return reserved(resident, events, expandable=expandable)
+
+
+def _fits(allocator: Allocator, resident: Iterable[Storage], events: Sequence[Event]) -> bool:
+    """Whether two steps fit on a device of ``allocator.most`` bytes; if not, they fit on none below `next` either."""
+    for storage in resident:
+        allocator.allocate(storage)
+    for storage, allocated, _ in chain(events, events):
+        if not allocated:
+            allocator.free(storage)
+        elif allocator.allocate(storage) and allocator.next is not None and allocator.most >= allocator.next:
+            return False
+    return True
+
+
 class Allocator:
     """The two pools of one device; a storage of 0 bytes takes no block."""
 
@@ -64,6 +96,8 @@ class Allocator:
         self.limit = limit
         self.most = 0
         """The most bytes of all segments at once."""
+        self.next: int | None = None
+        """The smallest limit with which a segment would not have been released; None if none was."""
         self._pools = (_Pool(_SMALL_SEGMENT, expandable, SMALL_POOL), _Pool(_LARGE_SEGMENT, expandable, LARGE_POOL))
         self._blocks: dict[Storage, _Block] = {}
 
@@ -79,9 +113,11 @@ class Allocator:
         size = rounded(storage.nbytes)
         pool = self._pools[size > _SMALL]
         more = pool.more(size)
-        if more and self.limit is not None and self.reserved + more > self.limit:
+        if more and self.limit is not None and (wanted := self.reserved + more) > self.limit:
             for each in self._pools:
                 each.release()
+            if self.reserved + more < wanted:
+                self.next = wanted if self.next is None else min(self.next, wanted)
         block = self._blocks[storage] = pool.allocate(size)
         if more:
             self.most = max(self.most, self.reserved)

@@ -132,6 +132,7 @@ class _Answer:
         others = [each for each in others if each.name in ways]
         remedies = () if self.card is None else self._remedies(stock, patched, others, ways)
         after = patched.at()
+        limits = (f"Allocator, {way.name}: {way.allocator}." for way in ways.values() if way.allocator)
         return Headline(
             source,
             step.sites.model_class,
@@ -143,7 +144,9 @@ class _Answer:
             memory=None if card is None else card.memory,
             others=tuple(ways[each.name] for each in others),
             remedies=tuple(dict.fromkeys(remedies)),
-            notes=tuple(dict.fromkeys((*step.notes, *after.assumptions, *self.left_out, *self._remarks(after)))),
+            notes=tuple(
+                dict.fromkeys((*step.notes, *after.assumptions, *self.left_out, *limits, *self._remarks(after)))
+            ),
             approximate=bool(step.rules.effects),
         )
 
@@ -215,6 +218,7 @@ class _Answer:
             candidate.tracer.of.rules.gradient_error if candidate.tracer.of.recipe else 0.0,
             batch=self._batch(candidate),
             seq=self._seq(candidate) if self.longest or candidate.name in ("stock", "memopt") else None,
+            allocator=found.limit_advice,
         )
 
     def _batch(self, candidate: _Candidate) -> Largest | None:
@@ -312,7 +316,8 @@ class _Answer:
                 better = candidate if candidate.at().total < twin.at().total else twin
                 if better.at().needs <= memory:
                     how = f"; {better.how}" if better.how else ""
-                    return f"{better.name} with {words} fits: {gib(better.at().total)}{how}"
+                    limit = f"; {better.at().limit_advice}" if better.at().limit_advice else ""
+                    return f"{better.name} with {words} fits: {gib(better.at().total)}{how}{limit}"
         int8 = ways.get("memopt, int8")
         if int8 is not None and int8.fits(memory):
             return f"int8 fits: {gib(int8.total)}, approximate; {int8.how}"

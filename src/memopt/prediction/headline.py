@@ -75,6 +75,8 @@ class Way:
     """0: exact but for rounding."""
     batch: Largest | None = None
     seq: Largest | None = None
+    allocator: str = ""
+    """How to lower the limit of PyTorch's allocator, if this way fits only so."""
 
     @property
     def needs(self) -> int:

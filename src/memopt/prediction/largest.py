@@ -60,7 +60,7 @@ class Scaled:
             for each in {event.storage: None for event in found.events}
         }
         events = tuple(Event(made[event.storage], event.allocated, event.moment) for event in found.events)
-        return replace(found, events=events).needs
+        return round((1 + MARGIN) * replace(found, events=events).usual) + found.context
 
     def _power(self, storage: Storage) -> int:
         if storage.part in _OF_PARAMETERS or _kind(storage) in self._alike:

@@ -6,12 +6,12 @@ Also the tensors at the peak that another setting avoids: masks of dropouts, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-from memopt.prediction.allocator import reserved
+from memopt.prediction.allocator import least_limit, reserved
 from memopt.prediction.headline import gib
 from memopt.prediction.optimizers import EIGHT_BITS, Form, follow
 from memopt.prediction.setup import OPTIMIZERS, Setup
@@ -61,13 +61,39 @@ class Prediction:
     @cached_property
     def reserved(self) -> int:
         """Bytes that the CUDA caching allocator holds on a device of ``setup.memory`` with the margin kept free; the
-        peak on the CPU."""
+        peak on the CPU. If the device is too small without a lower limit, the bytes under the lowest limit that is
+        enough."""
+        limit = self._limit
+        if limit is None or self.usual <= limit:
+            return self.usual
+        return least_limit(self.resident, self.events, expandable=self.setup.expandable_segments)
+
+    @cached_property
+    def usual(self) -> int:
+        """`reserved` without a lower limit than that of the device."""
         if not self.training.cuda_kernels:
             return self.peak.nbytes
-        memory, limit = self.setup.memory, None
-        if memory is not None:
-            limit = max(0, int((memory - self.context) / (1 + MARGIN)))
-        return reserved(self.resident, self.events, expandable=self.setup.expandable_segments, limit=limit)
+        return reserved(self.resident, self.events, expandable=self.setup.expandable_segments, limit=self._limit)
+
+    @property
+    def _limit(self) -> int | None:
+        memory = self.setup.memory
+        if memory is None or not self.training.cuda_kernels:
+            return None
+        return max(0, int((memory - self.context) / (1 + MARGIN)))
+
+    @property
+    def limit_advice(self) -> str:
+        """How to lower the allocator's limit, in words, if the step fits only so; else empty."""
+        limit = self._limit
+        if limit is None or not self.reserved <= limit < self.usual:
+            return ""
+        expandable = replace(self, setup=replace(self.setup, expandable_segments=True))
+        instead = " or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if expandable.usual <= limit else ""
+        return (
+            f"partly used segments would take {gib(self.usual)}; it fits with "
+            f"torch.cuda.set_per_process_memory_fraction({self.reserved} / torch.cuda.mem_get_info()[1]){instead}"
+        )
 
     @property
     def context(self) -> int:

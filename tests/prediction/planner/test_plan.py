@@ -13,6 +13,7 @@ import memopt
 from memopt.errors import NegativeVerdict
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import find_card
+from memopt.prediction.planner.choice import apart
 from memopt.prediction.planner.levels import Levels, levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.planner.training import _task
@@ -126,7 +127,7 @@ def test_a_slow_plan_is_replaced_by_faster_micro_batches_unless_the_batch_is_kep
 
 def test_a_budget_that_nothing_fits_says_how_far_it_is(llama: Task) -> None:
     with pytest.raises(
-        NegativeVerdict, match=r"fits in 0\.0 MiB: the smallest takes \d\.\d MiB in micro-batches of 1, .* more"
+        NegativeVerdict, match=r"fits in 0\.0 MiB: the smallest found takes \d\.\d MiB in micro-batches of 1, .* more"
     ) as error:
         choose(llama, 1000)
     assert "Weights, gradients and optimizer take" in str(error.value)
@@ -245,3 +246,10 @@ def test_levels_are_said_in_words() -> None:
     levels = Levels(load_recipe("exact-unfolded"), ("a", "b"))
     assert levels.words((0, 0, 0)) == "2 blocks as in 'exact-unfolded'"
     assert replace(levels, blocks=("a",)).words((0, 0)) == "1 block as in 'exact-unfolded'"
+
+
+def test_a_budget_and_a_need_never_read_alike() -> None:
+    assert apart(11 << 30, 12 << 30) == ("11.00 GiB", "12.00 GiB", "1.00 GiB")
+    assert apart(11450 << 20, 11453 << 20) == ("11450 MiB", "11453 MiB", "3 MiB")
+    assert apart(11 << 30, (11 << 30) + 1) == ("11811160064 bytes", "11811160065 bytes", "1 bytes")
+    assert apart(100 << 20, (150 << 20) + 1) == ("100 MiB", "151 MiB", "50 MiB")

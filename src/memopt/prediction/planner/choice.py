@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,18 @@ def in_words(nbytes: int, budget: int | None = None) -> str:
     """`nbytes` with a unit: MiB if the budget (or `nbytes`) is below 4 GiB and no whole number of GiB, else GiB."""
     name, unit = _unit(nbytes if budget is None else budget)
     return f"{nbytes / unit:.{2 if unit == GIB else 0 if nbytes >= 10 * MIB else 1}f} {name}"
+
+
+def apart(budget: int, need: int) -> tuple[str, str, str]:
+    """`budget`, a larger `need` and their difference in words, in a unit that tells `need` from `budget`."""
+    for name, unit in (("GiB", GIB), ("MiB", MIB), ("bytes", 1)):
+        digits = 2 if unit == GIB else 0 if unit == 1 or budget >= 10 * MIB else 1
+        enough = math.ceil(need / unit * 10**digits) / 10**digits  # rounded up, so that a budget of the words fits
+        sizes = (budget / unit, enough, (need - budget) / unit)
+        offered, needed, more = (f"{size:.{digits}f} {name}" for size in sizes)
+        if unit <= _unit(budget)[1] and offered != needed and sizes[2] >= 0.5 / 10**digits:
+            break
+    return offered, needed, more
 
 
 def budget_name(nbytes: int) -> str:
@@ -97,6 +110,8 @@ class Choice:
     """Names of the model's blocks."""
     margin: int = 0
     """Bytes of the budget that are left to the error of a prediction."""
+    allocator: str = ""
+    """How to lower the limit of PyTorch's allocator, if the plan fits only so."""
 
     def __str__(self) -> str:
         """The text that `memopt report --budget` prints."""
@@ -107,6 +122,8 @@ class Choice:
         yield f"{self.model}: {self.training}"
         yield f"Budget {in_words(self.budget)}: fits, {in_words(spare, self.budget)} to spare."
         yield f"Plan: {self.plan}"
+        if self.allocator:
+            yield f"Allocator: {self.allocator}."
         for other in self.others:
             yield f"Next: {other}"
         yield f"Time: forward and backward by the rates of {self.card}, against the fastest plan without a budget."
@@ -120,7 +137,7 @@ class Choice:
             "budget_bytes": self.budget,
             "plan": self.plan.to_dict(),
             "others": [other.to_dict() for other in self.others],
-            "assumptions": list(self.assumptions),
+            "assumptions": [*self.assumptions, *([f"Allocator: {self.allocator}."] if self.allocator else ())],
         }
 
 

@@ -15,7 +15,7 @@ from memopt.plan.recipe import Recipe, load_recipe
 from memopt.plan.shipped import shipped
 from memopt.prediction.cards import Card
 from memopt.prediction.peak import Prediction, combine
-from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words
+from memopt.prediction.planner.choice import Choice, Frontier, Plan, apart, budget_name, in_words
 from memopt.prediction.planner.levels import Levels
 from memopt.prediction.planner.measure import Measured, cut, measure
 from memopt.prediction.planner.search import (
@@ -165,7 +165,7 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
     # A plan that is faster by the block model, but was not chosen, did not fit when it was traced.
     others = [each for each in others if each.seconds >= best.seconds and each.words != best.words]
     distinct = {each.words: each for each in sorted(others, key=lambda each: each.seconds)}
-    notes = task.predicted(best.recipe, best.batch, best.accumulation).assumptions if best.exact else ()
+    predicted = task.predicted(best.recipe, best.batch, best.accumulation)
     return Choice(
         task.model,
         f"{task.training}, {task.setup}",
@@ -173,11 +173,12 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
         budget,
         best,
         tuple(distinct.values())[:_OTHERS],
-        notes,
+        predicted.assumptions if best.exact else (),
         task.training,
         task.setup,
         task.levels.blocks,
         budget - limit,
+        predicted.limit_advice,
     )
 
 
@@ -283,7 +284,7 @@ def _too_small(task: Task, whole: _Route, budget: int, *, approximate: bool) -> 
         for key, traced in task._traces.items()
     }
     (_, rows), least = min(totals.items(), key=lambda item: item[1].total)
-    need = least.total + round(task.margin * least.reserved)
+    need = least.total + math.ceil(task.margin * least.reserved)
     parts = least.parts
     fixed = sum(size for part, size in parts.items() if part in _FIXED)
     exchanged = parts.get("communication", 0)
@@ -301,9 +302,15 @@ def _too_small(task: Task, whole: _Route, budget: int, *, approximate: bool) -> 
     )
     if most <= budget / 2:
         hint = "Try a shorter sequence" + ("." if approximate else ", or approximate recipes (--allow approximate).")
-    kind = "" if approximate else "exact "
+    if any(_fits_expandable(each, task.limit(budget)) for each in totals.values()):
+        hint = "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True one fits."
+    kind, (offered, needed, more) = "" if approximate else "exact ", apart(budget, need)
     return NegativeVerdict(
-        f"No {kind}plan of {task.model} fits in {in_words(budget)}: the smallest takes {in_words(need, budget)}"
-        f"{micro}, {in_words(need - budget, budget)} more.",
-        hint,
+        f"No {kind}plan of {task.model} fits in {offered}: the smallest found takes {needed}{micro}, {more} more.", hint
     )
+
+
+def _fits_expandable(found: Prediction, limit: int) -> bool:
+    """Whether a step that does not fit does so with expandable segments."""
+    expandable = replace(found, setup=replace(found.setup, expandable_segments=True))
+    return found.peak.nbytes + found.context <= limit and expandable.total <= limit
