@@ -1,8 +1,8 @@
 """The interface of a patch: one way to save fewer bytes for backward, in its own folder, with one registered object.
 
-A patch does three things. It *decides*: `rules`, `propose`, `decide`, `notes`. It *applies* the decisions to a live
-model: `apply`, `finish`; the state of each rewritten module undoes the rewrite (`memopt.patches.swap`). And it
-describes its effect inside the *scopes* of a model: `scope`. Methods that only some patches have are in
+A patch does three things. It *decides*: `rules`, `propose`, `decide`, `notes`, `patterns`. It *applies* the decisions
+to a live model: `apply`, `finish`; the state of each rewritten module undoes the rewrite (`memopt.patches.swap`). And
+it describes its effect inside the *scopes* of a model: `scope`. Methods that only some patches have are in
 `memopt.patches.capabilities`.
 
 Neither this file nor a patch's registered object (`patches/NAME/patch.py`) imports torch. Code for live models is in
@@ -39,6 +39,7 @@ OFF = "none"
 LEFT = "keep"
 #: The action of a site that is not rewritten, but whose input is recomputed: it saves no input of its own.
 READS = "read recomputed"
+_WILDCARDS = frozenset("*?[")
 EXCLUDED = "excluded by the recipe's targets or ignore"
 
 
@@ -205,6 +206,24 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Patterns:
+    """A setting of a recipe that chooses modules by their names."""
+
+    setting: str
+    patterns: str | tuple[str, ...]
+    """Patterns for :func:`any_matches`, or a word such as ``auto``."""
+    modules: Collection[str]
+    """The names that the setting chooses from."""
+    noun: str
+
+    def idle(self) -> Iterator[str]:
+        """The patterns that match nothing; none of them if there is nothing to choose from."""
+        for pattern in () if isinstance(self.patterns, str) or not self.modules else self.patterns:
+            if not any(any_matches(name, (pattern,)) for name in self.modules):
+                yield pattern
+
+
+@dataclass(frozen=True)
 class InScopes:
     """The effect of a patch inside scopes (`memopt.patches.scope`)."""
 
@@ -261,7 +280,11 @@ class Patch:
                 yield Entry(self.rows.kind, name, *decided)
 
     def notes(self, plan: PlanView) -> Iterator[str]:
-        """Sentences for the user of the plan, such as a cost or a pattern in the rules that matches no module."""
+        """Sentences for the user of the plan, such as a cost."""
+        return iter(())
+
+    def patterns(self, plan: PlanView) -> Iterator[Patterns]:
+        """The settings of the rules that choose modules by their names."""
         return iter(())
 
     # --- scope -------------------------------------------------------------------------------------------------------
@@ -279,11 +302,16 @@ class Patch:
         """Called after every patch has been applied and the scopes have been set."""
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of ``targets`` or ``ignore`` matches the module `name` or the end of that dotted name."""
-    return fnmatchcase(name, pattern) or name.endswith("." + pattern) or name == pattern
-
-
 def any_matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of `patterns` matches the module `name`."""
-    return any(matches(name, pattern) for pattern in patterns)
+    """Whether one of `patterns` matches the module `name`, or a module around it."""
+    parts = [name]
+    while name := name.rpartition(".")[0]:
+        parts.append(name)
+    return any(_matches(part, pattern) for pattern in patterns for part in parts)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern (shell wildcards) matches the dotted `name`, or the end of it: PEFT puts names in front."""
+    if name == pattern or name.endswith(f".{pattern}"):
+        return True
+    return not _WILDCARDS.isdisjoint(pattern) and any(fnmatchcase(name, each) for each in (pattern, f"*.{pattern}"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memopt.errors import printable
-from memopt.patches.base import LEFT, READS, Entry, Patch, PlanView, Rows, Rules, matches
+from memopt.patches.base import LEFT, READS, Entry, Patch, Patterns, PlanView, Rows, Rules
 from memopt.patches.registry import patches, rows
 from memopt.plan.recipe import Recipe
 from memopt.walk.sites import Sites, is_inside
@@ -51,7 +51,7 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user of this plan."""
-        return (*self._idle_notes(), *self._effects())
+        return (*self.idle, *self._effects())
 
     def _effects(self) -> Iterator[str]:
         if "approximate" in self.recipe.effects:
@@ -63,16 +63,18 @@ class Plan:
         for patch in patches():
             yield from patch.notes(self)
 
-    def _idle_notes(self) -> Iterator[str]:
-        """A sentence for each pattern of the recipe's ``targets`` and ``ignore`` that matches nothing in this model."""
-        usual = [its for its, rules in _ruled() if not rules().is_off]
-        has_more = any(its not in usual and not self.recipe.rules(rules).is_off for its, rules in _ruled())
-        about = [its for its, _ in _ruled()] if has_more else usual
-        known = {name for patch in patches() if patch.rows in about for name in _selected(patch, self.sites)}
-        for key, patterns in (("targets", self.recipe.targets), ("ignore", self.recipe.ignore)):
-            for pattern in patterns if known else ():
-                if not any(matches(name, pattern) for name in known):
-                    yield f"Recipe '{self.recipe.name}': {key} '{pattern}' matches no {_one_of(about)} of this model."
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """A sentence for each pattern of the recipe that matches nothing in this model."""
+        names = {name for patch in patches() for name in _selected(patch, self.sites)}
+        places = "place that memopt could rewrite"
+        settings = [Patterns(key, getattr(self.recipe, key), names, places) for key in ("targets", "ignore")]
+        settings += [each for patch in patches() for each in patch.patterns(self)]
+        return tuple(
+            f"Recipe '{self.recipe.name}': {each.setting} '{pattern}' matches no {each.noun} of this model."
+            for each in settings
+            for pattern in each.idle()
+        )
 
     def chosen(self, kind: str, *actions: str) -> tuple[Any, ...]:
         """Sites of a kind whose action is one of `actions`; without `actions`, all rewritten sites of the kind."""

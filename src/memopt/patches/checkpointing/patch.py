@@ -12,12 +12,12 @@ from memopt.patches.base import (
     OFF,
     Live,
     Patch,
+    Patterns,
     PlanView,
     RecipeView,
     Rows,
     Rules,
     any_matches,
-    matches,
     one_or_more,
 )
 from memopt.patches.capabilities import Checks, EngineSettings, Levels, Reports
@@ -114,10 +114,12 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
             return
         if not plan.sites.blocks:
             yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and this model has none."
-        for key, patterns in (("blocks", rules.blocks), ("offload", rules.offload), ("keep", rules.keep)):
-            for pattern in patterns if isinstance(patterns, tuple) else ():
-                if not any(matches(block, pattern) for block in plan.sites.blocks):
-                    yield f"Recipe '{plan.recipe.name}': {rules.key}.{key} '{pattern}' matches no block of this model."
+
+    def patterns(self, plan: PlanView) -> Iterator[Patterns]:
+        rules = plan.recipe.rules(CheckpointingRules)
+        fields = {"blocks": rules.blocks, "offload": rules.offload, "keep": rules.keep}
+        for name, patterns in () if rules.is_off else fields.items():
+            yield Patterns(f"{rules.key}.{name}", patterns, plan.sites.blocks, "block")
 
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         blocks = {block: (block,) for block in plan.sites.blocks}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, OFF, READS, PlanView, Rules, any_matches, one_or_more
@@ -53,8 +53,7 @@ def recomputed_producers(plan: PlanView) -> set[str]:
 def _decide_output(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str] | None:
     """Action and reason for the output of a linear; None if ``linears.recompute`` does not include it."""
     recompute = plan.recipe.rules(LinearRules).recompute
-    name = site.output_module or site.module
-    if recompute == OFF or (recompute != "auto" and not any(any_matches(part, recompute) for part in _around(name))):
+    if recompute == OFF or (recompute != "auto" and not any_matches(output_name(site), recompute)):
         return None
     if recompute == "auto" and _is_narrow(site, plan):
         return None
@@ -87,6 +86,11 @@ def output_levels(plan: PlanView) -> dict[str, list[str]]:
     return levels
 
 
+def output_name(site: LinearSite) -> str:
+    """The module that computes the output: the linear, or the layer that PEFT put around it."""
+    return site.output_module or site.module
+
+
 def _is_narrow(site: LinearSite, plan: PlanView) -> bool:
     return math.prod(site.shape) * _NARROW < plan.sites.hidden_size * site.width
 
@@ -106,13 +110,6 @@ def _objection(site: LinearSite, plan: PlanView) -> str | None:
     if unseen:
         return f"saved by {unseen[0]} as well, where no scope exchanges what is saved"
     return None if savers else "nothing saves it"
-
-
-def _around(name: str) -> Iterator[str]:
-    """`name`, and the names of the modules around it, the innermost first."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
 
 
 def weighing_modules(plan: PlanView) -> list[str]:

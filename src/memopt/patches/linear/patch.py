@@ -7,13 +7,14 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, PlanView, Rows, matches
+from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, Patterns, PlanView, Rows
 from memopt.patches.capabilities import Checks, Levels, Output, Reports, Saves
 from memopt.patches.linear.decide import (
     RECOMPUTE,
     LinearRules,
     decide_linear,
     output_levels,
+    output_name,
     recomputed_producers,
     weighing_modules,
 )
@@ -45,13 +46,9 @@ class LinearPatch(Patch, Levels, Checks, Reports):
         for name, site in self.propose(plan.sites):
             yield Entry("linear", name, *decide_linear(site, plan, producers))
 
-    def notes(self, plan: PlanView) -> Iterator[str]:
-        patterns, linears = plan.recipe.rules(LinearRules).recompute, plan.sites.linears
-        known = {name for site in linears for name in (site.module, site.output_module)}
-        for pattern in patterns if linears and not isinstance(patterns, str) else ():
-            if not any(matches(name, pattern) for name in known):
-                setting = f"{LinearRules.key}.recompute"
-                yield f"Recipe '{plan.recipe.name}': {setting} '{pattern}' matches no linear of this model."
+    def patterns(self, plan: PlanView) -> Iterator[Patterns]:
+        chosen, names = plan.recipe.rules(LinearRules).recompute, {output_name(site) for site in plan.sites.linears}
+        yield Patterns(f"{LinearRules.key}.recompute", chosen, names, "linear")
 
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         found: dict[str, dict[str, tuple[str, ...]]] = {}

@@ -13,10 +13,10 @@ from memopt.patches.base import (
     InScopes,
     Live,
     Patch,
+    Patterns,
     PlanView,
     Rows,
     any_matches,
-    matches,
 )
 from memopt.patches.capabilities import Checks, Reports, Section, Trial
 from memopt.patches.sampled_linear.rules import SampledLinearRules
@@ -57,10 +57,6 @@ class SampledLinearPatch(Patch, Checks, Reports):
 
     def notes(self, plan: PlanView) -> Iterator[str]:
         rules, recipe = plan.recipe.rules(SampledLinearRules), plan.recipe.name
-        modules = {site.module for site in plan.sites.linears}
-        for pattern in () if isinstance(rules.targets, str) or not modules else rules.targets:
-            if not any(matches(name, pattern) for name in modules):
-                yield f"Recipe '{recipe}': {rules.key}.targets '{pattern}' matches no linear of this model."
         if rules.is_off:
             return
         if not plan.chosen("linear", "sample"):
@@ -75,6 +71,10 @@ class SampledLinearPatch(Patch, Checks, Reports):
                 f"exact alternative keeps as few rows: micro-batches of {rules.budget:.0%} of the batch, with gradient "
                 "accumulation."
             )
+
+    def patterns(self, plan: PlanView) -> Iterator[Patterns]:
+        targets, names = plan.recipe.rules(SampledLinearRules).targets, {site.module for site in plan.sites.linears}
+        yield Patterns(f"{SampledLinearRules.key}.targets", targets, names, "linear")
 
     def scope(self, plan: PlanView) -> InScopes:
         return InScopes(exchanges=bool(plan.chosen("linear", "sample")))

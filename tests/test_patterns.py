@@ -1,0 +1,88 @@
+"""Settings of a recipe that choose modules by names: one rule for all of them, and a word where nothing matches."""
+
+from __future__ import annotations
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import memopt
+from memopt.patches.base import any_matches
+from memopt.patches.swap import is_swapped
+from memopt.plan.plan import Plan
+from memopt.plan.recipe import Recipe
+from tests.factories import tiny_model
+
+FULL = "checkpointing.method=full"
+
+
+def recipe(*settings: str) -> Recipe:
+    return memopt.load_recipe("exact-unfolded", settings)
+
+
+def with_adapters() -> nn.Module:
+    return get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules="all-linear"))  # type: ignore[no-any-return]
+
+
+def plan_of(model: nn.Module, *settings: str) -> Plan:
+    return memopt.plan_for(model, recipe(*settings))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_matched"),
+    [
+        ("model.layers.0.mlp", True),
+        ("layers.0.mlp", True),
+        ("model.layers.*.mlp", True),
+        ("layers.?.mlp", True),
+        ("mlp", True),
+        ("model.layers.0", True),
+        ("layers.[01]", True),
+        ("lp", False),
+        ("ayers.*.mlp", False),
+        ("mlp.up_proj", False),
+        ("layers.1", False),
+    ],
+)
+def test_a_pattern_matches_the_end_of_a_name_or_of_a_module_around_it(pattern: str, is_matched: bool) -> None:
+    for prefix in ("", "base_model.model."):
+        assert any_matches(f"{prefix}model.layers.0.mlp", [pattern]) is is_matched
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ((FULL, "checkpointing.blocks=['model.layers.*']"), "checkpointing"),
+        (("linears.recompute=['model.layers.*.mlp']",), "linear"),
+        (("targets=['model.layers.*.mlp']",), "gated_mlp"),
+    ],
+)
+def test_a_wildcard_chooses_the_same_modules_before_and_after_adapters(settings: tuple[str, ...], kind: str) -> None:
+    plain, adapted = (plan_of(model, *settings) for model in (tiny_model("llama"), with_adapters()))
+    of_base = [site for site in adapted.rewrites if site.kind == kind and "lora_" not in site.site]
+    assert len(of_base) == len([site for site in plain.rewrites if site.kind == kind]) > 0
+    assert plain.idle == adapted.idle == ()
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.0", "layers.0", "layers.0.*"])
+def test_a_block_that_is_ignored_stays_as_it_is_and_one_that_is_the_target_is_patched_alone(pattern: str) -> None:
+    ignoring = memopt.patch(tiny_model("llama"), recipe(f"ignore=['{pattern}']"))
+    aimed = memopt.patch(tiny_model("llama"), recipe(f"targets=['{pattern}']"))
+    swapped = [{name for name, module in model.named_modules() if is_swapped(module)} for model in (ignoring, aimed)]
+    first = [{name for name in names if name.startswith("model.layers.0.")} for names in swapped]
+    assert not first[0]
+    assert first[1]
+    assert {name for name in swapped[0] if name.startswith("model.layers.1.")}
+    assert not {name for name in swapped[1] if name.startswith("model.layers.1.")}
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.0.mlp", "mlp", "layers.*.mlp", "up_proj", "model.layers.1", "typo"])
+@pytest.mark.parametrize(
+    "key",
+    ["targets", "ignore", "linears.recompute", "linears.targets", "checkpointing.blocks", "checkpointing.offload"],
+)
+def test_a_pattern_is_said_to_match_nothing_exactly_where_it_has_no_effect(key: str, pattern: str) -> None:
+    always = [FULL, "checkpointing.offload=[]"] if key.startswith("checkpointing") else ["linears.method=uniform"]
+    model = tiny_model("llama")
+    without, named = (plan_of(model, *always, f"{key}={value}") for value in ("[]", f"[{pattern}]"))
+    assert (without.entries == named.entries) is bool(named.idle)
