@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import pytest
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import memopt
+from memopt.cli.main import main
+from memopt.errors import NegativeVerdict
 from memopt.patches.base import any_matches
 from memopt.patches.swap import is_swapped
 from memopt.plan.plan import Plan
@@ -86,3 +91,63 @@ def test_a_pattern_is_said_to_match_nothing_exactly_where_it_has_no_effect(key: 
     model = tiny_model("llama")
     without, named = (plan_of(model, *always, f"{key}={value}") for value in ("[]", f"[{pattern}]"))
     assert (without.entries == named.entries) is bool(named.idle)
+
+
+#: A setting for each note of a plan -> the beginning of the note.
+SAID = {
+    "targets=[typo,'*']": "targets 'typo' matches no",
+    "ignore=[typo]": "ignore 'typo' matches no",
+    "linears.recompute=[typo]": "linears.recompute 'typo' matches no linear",
+    "linears.targets=[typo]": "linears.targets 'typo' matches no linear",
+    f"{FULL} checkpointing.blocks=[typo]": "checkpointing.blocks 'typo' matches no block",
+    f"{FULL} checkpointing.offload=[typo]": "checkpointing.offload 'typo' matches no block",
+    f"{FULL} checkpointing.keep=[typo]": "checkpointing.keep 'typo' matches no block",
+    "linears.method=uniform": "samples no linear of this model",
+    "tiles.method=tokens ignore=[mlp]": "runs modules by tiles, and no block",
+    "compression.method=int8 gradient_error=0.1": "the gradient is off by up to 10%",
+}
+
+
+@pytest.mark.parametrize("settings", SAID)
+def test_a_note_of_the_plan_is_logged_and_in_the_summary(settings: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "memopt")
+    model = memopt.patch(tiny_model("llama"), recipe(*settings.split()))
+    said = [record for record in caplog.records if SAID[settings] in record.message]
+    assert len(said) == 1
+    assert said[0].levelname == ("WARNING" if "typo" in settings else "INFO")
+    assert str(memopt.summary(model)).count(SAID[settings]) == 1
+
+
+@pytest.mark.parametrize("options", [[], ["-v"], ["--train", "lora"]])
+def test_every_note_of_the_plan_is_in_the_report_once(
+    options: list[str], llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for settings in SAID if not options else list(SAID)[-1:]:
+        pairs = [word for each in settings.split() for word in ("--set", each)]
+        assert main(["report", str(llama), "--seq", "8", *options, *pairs]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert out.count(SAID[settings]) == 1, settings
+
+
+def test_the_answer_of_fit_and_a_folder_that_is_loaded_say_the_notes_too(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "matches no linear" in str(memopt.fit(llama, seq=8, recipe=recipe("linears.recompute=[typo]")))
+    memopt.patch_checkpoint(llama, tmp_path / "out", overrides=["ignore=[typo]"])
+    caplog.clear()
+    memopt.load(tmp_path / "out")
+    assert any("ignore 'typo' matches no" in record.message for record in caplog.records)
+
+
+def test_targets_that_match_nothing_are_named_in_the_error() -> None:
+    with pytest.raises(NegativeVerdict, match="can be patched") as raised:
+        memopt.patch(tiny_model("llama"), recipe("targets=['typo.*']"))
+    assert "targets 'typo.*' matches no" in str(raised.value)
+    assert "memopt.plan_for(model, recipe)" in str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("patterns") / "llama"
+    tiny_model("llama").save_pretrained(folder)
+    return folder

@@ -16,7 +16,6 @@ from memopt.environment.generators import generators_kept
 from memopt.environment.partitioned import shape_of
 from memopt.errors import ModelError, NegativeVerdict, RecipeError, first_of
 from memopt.patches.apply import Applied, apply, is_patched, undo
-from memopt.patches.base import PlanView
 from memopt.patches.capabilities import Reports
 from memopt.patches.record import Record, drop_record, keep_record, record_of, warn_once
 from memopt.patches.registry import having
@@ -80,7 +79,9 @@ def patch(
         plan = plan_for(model, rules, inputs=inputs)
         applied = apply(model, plan)
         _finish(model, applied, given=inputs is not None)
-        _say(model, applied.plan)
+        done, name = applied.plan.done, type(model).__name__
+        undo_it = "memopt.summary(model) says more, memopt.unpatch(model) undoes it"
+        _say(model, f"patched {name} by recipe '{applied.plan.recipe.name}': {done}; {undo_it}")
     return model
 
 
@@ -132,7 +133,9 @@ def summary(model: nn.Module) -> Summary:
         for owner, names in others.items()
     ]
     remarks += [line for patch in having(Reports) for line in patch.remarks(model)]
-    return summarize(swapped - sum(map(len, others.values())), record_of(model), remarks)
+    record = record_of(model)
+    remarks += () if record is None else record.plan.idle
+    return summarize(swapped - sum(map(len, others.values())), record, remarks)
 
 
 @generators_kept()
@@ -225,6 +228,7 @@ def load(
         model = from_pretrained(cls, directory, **kwargs)
     if not done:
         patched(model)
+    _say(model)
     return model
 
 
@@ -293,17 +297,18 @@ def _same_norm(name: str, folded: frozenset[str]) -> str | None:
     return name if name in folded else next(same, None)
 
 
-def _say(model: nn.Module, plan: PlanView) -> None:
-    """Log the patch, and settings of the model that concern it."""
+def _say(model: nn.Module, *lines: str) -> None:
+    """Log `lines` and the plan's notes, and warn of patterns that match nothing and of settings of the model."""
     if not _logger.hasHandlers():  # logging is not configured, so it shows only warnings
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("memopt: %(message)s"))
         _logger.addHandler(handler)
         if _logger.level == logging.NOTSET:
             _logger.setLevel(logging.INFO)
-    undo_it = "memopt.summary(model) says more, memopt.unpatch(model) undoes it"
-    _logger.info("patched %s by recipe '%s': %s; %s", type(model).__name__, plan.recipe.name, plan.done, undo_it)
-    warn_once(model, summary(model).remarks)
+    of = summary(model)
+    for line in (*lines, *of.notes):
+        _logger.info("%s", line)
+    warn_once(model, of.remarks)
 
 
 def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
@@ -330,6 +335,7 @@ def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
         )
     if not applied.patched:
         raise NegativeVerdict(
-            "Nothing in this model can be patched.", "See memopt.plan_for(model).refusals for the reasons."
+            "Nothing in this model can be patched.",
+            " ".join((*applied.plan.idle, "See memopt.plan_for(model, recipe).refusals for the reasons.")),
         )
     keep_record(model, Record(applied.plan, applied.refused))

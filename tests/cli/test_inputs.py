@@ -107,7 +107,7 @@ def test_load_and_plan_take_the_file_and_load_remembers_its_form(memopt: Memopt,
 
 def test_a_pattern_that_matches_nothing_is_noted(memopt: Memopt, llama: Path) -> None:
     run = memopt("patch", llama, "--dry-run", "--set", "ignore=[no_such_norm]", "--json")
-    assert any("ignore 'no_such_norm' matches no place" in note for note in json.loads(run.out)["notes"])
+    assert any("ignore 'no_such_norm' matches no norm" in note for note in json.loads(run.out)["notes"])
 
 
 def test_a_report_with_equal_columns_says_why(memopt: Memopt, llama: Path) -> None:

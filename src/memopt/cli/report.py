@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -210,6 +211,8 @@ def report(
         from memopt.reporting.compare import comparison_tables
 
         all_of_it = verbose or first is None
+        if first is not None:  # its notes stand above
+            comparison = replace(comparison, notes=tuple(each for each in comparison.notes if each not in first.notes))
         sections = (line for section in comparison.sections for line in ("", *section.lines()))
         common.print_rich(*(comparison_tables(comparison) if all_of_it else sections))
     return common.EXIT_OK

@@ -156,6 +156,14 @@ class PlanView(Protocol):
     def done(self) -> str:
         """The number of rewritten sites of each kind, as one phrase."""
 
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """A sentence for each pattern of the recipe that matches nothing in the model."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user, those of `idle` among them."""
+
     def left(self, kind: str, module: str, reason: str) -> PlanView:
         """The plan in which `module`, as a site of `kind`, is not rewritten; its row then gives this `reason`."""
 

@@ -58,7 +58,8 @@ class Plan:
             yield (
                 f"Recipe '{self.recipe.name}' is approximate: the forward is exact, the gradient is off by up to "
                 f"{self.recipe.gradient_error:.0%} (relative, declared; `memopt verify` measures it on this model). "
-                "The exact alternative is `--recipe exact`; `memopt report --recipe exact` shows its bytes."
+                "The exact alternative is `--recipe exact`, in Python memopt.patch(model); "
+                "`memopt report --recipe exact` shows its bytes."
             )
         for patch in patches():
             yield from patch.notes(self)
@@ -67,8 +68,8 @@ class Plan:
     def idle(self) -> tuple[str, ...]:
         """A sentence for each pattern of the recipe that matches nothing in this model."""
         names = {name for patch in patches() for name in _selected(patch, self.sites)}
-        places = "place that memopt could rewrite"
-        settings = [Patterns(key, getattr(self.recipe, key), names, places) for key in ("targets", "ignore")]
+        noun = "norm, linear or other place"
+        settings = [Patterns(key, getattr(self.recipe, key), names, noun) for key in ("targets", "ignore")]
         settings += [each for patch in patches() for each in patch.patterns(self)]
         return tuple(
             f"Recipe '{self.recipe.name}': {each.setting} '{pattern}' matches no {each.noun} of this model."

@@ -8,6 +8,7 @@ from functools import cache, cached_property, partial
 
 from memopt.environment.forks import each
 from memopt.errors import ModelError, UsageError
+from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
@@ -133,6 +134,7 @@ class _Answer:
         remedies = () if self.card is None else self._remedies(stock, patched, others, ways)
         after = patched.at()
         limits = (f"Allocator, {way.name}: {way.allocator}." for way in ways.values() if way.allocator)
+        notes = (*make_plan(step.sites, step.rules).notes, *step.notes, *after.assumptions, *self.left_out, *limits)
         return Headline(
             source,
             step.sites.model_class,
@@ -144,9 +146,7 @@ class _Answer:
             memory=None if card is None else card.memory,
             others=tuple(ways[each.name] for each in others),
             remedies=tuple(dict.fromkeys(remedies)),
-            notes=tuple(
-                dict.fromkeys((*step.notes, *after.assumptions, *self.left_out, *limits, *self._remarks(after)))
-            ),
+            notes=tuple(dict.fromkeys((*notes, *self._remarks(after)))),
             approximate=bool(step.rules.effects),
         )
 

@@ -167,6 +167,12 @@ class Summary:
         """Name of the recipe."""
         return None if self.plan is None else self.plan.recipe.name
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about the recipe on this model, such as the error of an approximate one."""
+        plan = self.plan
+        return () if plan is None else tuple(note for note in plan.notes if note not in plan.idle)
+
     def __str__(self) -> str:
         if not (self.modules or self.remarks):
             return "This model is not patched; memopt.patch(model) patches it."
@@ -182,7 +188,7 @@ class Summary:
             lines.append(f"  under torch.compile these are off as far as they are not exact: {keys}")
         if self.plan.sites.unseen:
             lines.append(f"  not seen: {self.plan.sites.unseen}; patch with inputs=...")
-        lines += [f"  {remark}" for remark in self.remarks]
+        lines += [f"  {sentence}" for sentence in (*self.notes, *self.remarks)]
         return "\n".join(map(printable, [*lines, "Undo: memopt.unpatch(model)"]))
 
     __repr__ = __str__

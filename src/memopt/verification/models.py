@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -115,16 +116,18 @@ def experts_one_by_one(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside it, transformers shows no progress bars."""
-    from transformers.utils import logging
+    """Inside it, transformers shows no progress bars, and memopt does not log each model that a check loads."""
+    from transformers.utils import logging as of_transformers
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logger, shown = logging.getLogger("memopt"), of_transformers.is_progress_bar_enabled()
+    before, logger.disabled = logger.disabled, True
+    of_transformers.disable_progress_bar()
     try:
         yield
     finally:
+        logger.disabled = before
         if shown:
-            logging.enable_progress_bar()
+            of_transformers.enable_progress_bar()
 
 
 @dataclass(frozen=True)
