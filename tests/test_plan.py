@@ -249,3 +249,33 @@ def test_whatever_has_a_method_can_be_switched_off_by_the_same_word() -> None:
     off = load_recipe(recipe, [f"{key}.method=none" for key in keys])
     plan = make_plan(Sites("M", "m", norms=(LAST,), linears=(FC2,), activations=(GELU,), blocks=(BLOCK,)), off)
     assert plan.does_nothing
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        (
+            "attention.implementation=flash",
+            "'keep', 'sdpa', 'flash_attention_2', 'flash_attention_3', 'flex_attention' or 'eager'",
+        ),
+        ("linears.recompute=5", "'none', 'auto' or a list of module names"),
+        ("linears.targets=[1]", "'auto' or a list of module names"),
+        ("checkpointing.blocks=5", "'auto' or a list of module names"),
+        ("ignore=5", "a list of module names"),
+        ("targets=[5]", "a list of module names"),
+        ("norms.method=off", "'share' or 'none'"),
+    ],
+)
+def test_the_error_about_a_value_has_all_that_are_allowed(setting: str, allowed: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("exact", [setting])
+    key = setting.partition("=")[0]
+    assert str(raised.value).startswith(f"Recipe 'exact': '{key}' cannot be '")
+    assert str(raised.value).endswith(f"Expected {allowed}.")
+
+
+@pytest.mark.parametrize(
+    "key", ["targets", "ignore", "linears.targets", "linears.recompute", "checkpointing.blocks", "checkpointing.keep"]
+)
+def test_one_name_may_stand_without_a_list(key: str) -> None:
+    assert load_recipe("exact", [f"{key}=layers.0"]) == load_recipe("exact", [f"{key}=[layers.0]"])

@@ -7,17 +7,19 @@ the wheel: `memopt/_recipes`).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from memopt.environment.files import parse_yaml, read_small
 from memopt.errors import RecipeError
-from memopt.patches.base import Effect, R, Rules, Strict, any_matches
+from memopt.patches.base import Effect, R, Rules, Strict, any_matches, one_or_more
 from memopt.patches.registry import patches, watch
 from memopt.plan.shipped import shipped
 
@@ -33,9 +35,9 @@ class Recipe(Strict):
     gradient_error: float = Field(default=0.0, ge=0.0)
     """The declared relative error of the gradient (of its norm); 0 for an exact recipe. It does not include the noise
     of sampling, which is unbiased and depends on the model and its data."""
-    targets: tuple[str, ...] = Field(default=("*",))
+    targets: Annotated[tuple[str, ...], one_or_more()] = Field(default=("*",))
     """Module names (shell wildcards) that may be rewritten."""
-    ignore: tuple[str, ...] = ()
+    ignore: Annotated[tuple[str, ...], one_or_more()] = ()
     """Module names (shell wildcards) that stay unchanged; overrides ``targets``."""
 
     if TYPE_CHECKING:
@@ -195,18 +197,37 @@ def _tuples(value: Any) -> Any:
 
 
 def _explain(error: ValidationError, source: str) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    first, *others = error.errors()
+    place = _field(first["loc"])
+    where = ".".join(place)
     if first["type"] == "extra_forbidden":
         renamed = next((key for key, rules in _rules_of_patches() if rules.old_key == where), None)
         hint = f"It is '{renamed}' now." if renamed else _suggest(str(first["loc"][-1]), _known_keys(first["loc"][:-1]))
         return f"Recipe '{source}': unknown key '{where}'. {hint}"
-    if first["type"] == "literal_error":
-        value, rules = first["input"], dict(_rules_of_patches()).get(str(first["loc"][0]), Rules)
-        new = _today(rules, str(first["loc"][-1]), value)
+    if allowed := _allowed([first, *(each for each in others if _field(each["loc"]) == place)]):
+        value, rules = first["input"], dict(_rules_of_patches()).get(place[0], Rules)
+        new = _today(rules, place[-1], value)
         hint = f" Did you mean '{new}'?" if new != value else ""
-        return f"Recipe '{source}': '{where}' cannot be '{value}'. Expected {first['ctx']['expected']}.{hint}"
+        return f"Recipe '{source}': '{where}' cannot be '{value}'. Expected {allowed}.{hint}"
     return f"Recipe '{source}': '{where}': {first['msg']}."
+
+
+def _field(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The keys in an error's location: pydantic adds the branch of a union and the place in a list."""
+    depth = 2 if str(location[0]) in dict(_rules_of_patches()) else 1
+    return tuple(map(str, location[:depth]))
+
+
+def _allowed(errors: Iterable[ErrorDetails]) -> str:
+    """The values that a field may have, by the errors of all branches of its type; empty if they do not tell."""
+    words: dict[str, None] = {}
+    for error in errors:
+        if error["type"] == "literal_error":
+            words |= dict.fromkeys(re.findall(r"'[^']*'", error["ctx"]["expected"]))
+        elif error["type"] == "tuple_type" or isinstance(error["loc"][-1], int):
+            words["a list of module names"] = None
+    *most, last = words or ("",)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:

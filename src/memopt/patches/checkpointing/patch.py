@@ -42,7 +42,7 @@ class CheckpointingRules(Rules):
     again last in backward, when saved tensors of later blocks are freed, and so below the peak."""
     n: int = Field(default=2, ge=1)
     count: int | None = Field(default=None, ge=0)
-    blocks: Literal["auto"] | tuple[str, ...] = "auto"
+    blocks: Annotated[Literal["auto"] | tuple[str, ...], one_or_more("auto")] = "auto"
     """Names (shell wildcards) of the blocks that are counted; ``auto``: all."""
     offload: Annotated[Literal["none", "input"] | tuple[str, ...], one_or_more(OFF, "input")] = "none"
     """``input``: inputs of checkpointed blocks are kept in CPU memory, pinned for an accelerator; or names (shell
