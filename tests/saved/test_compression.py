@@ -154,7 +154,7 @@ def test_an_operation_that_asks_twice_decodes_once(monkeypatch: pytest.MonkeyPat
 
     def program() -> Tensor:
         z = w * 2
-        return torch.atan2(z, z.view(-1).view_as(z))
+        return z * z.view(-1).view_as(z)
 
     gradient(lambda: compressed(program), w)
     assert len(decodings) == 1

@@ -35,6 +35,7 @@ from memopt.saved.handles import Handle, Once, once_in
 from memopt.saved.kept import Forwarded, Kept, ShapeOnly, alias_of, may_be_a_function, may_write_into_saved
 from memopt.saved.pinned import Holder, Packed, PinnedStorages
 from memopt.saved.slots import Compression, Compressor, Packing, Slot, settle
+from memopt.saved.whole import FollowedHooks, is_kept_whole, saving
 from memopt.torch_compat import (
     PLAIN_TYPES,
     current_graph_task_id,
@@ -91,7 +92,7 @@ class RecomputeScope:
                 return None
             outer = outer[0].outer
         pack = _Pack(self._families, outer, self._compression, self._hidden, self._proofs, inside=inside)
-        hooks = saved_tensors_hooks(pack, _unpack)
+        hooks = (saved_tensors_hooks if pack.compressor is None else FollowedHooks)(pack, _unpack)
         hooks.__enter__()
         return hooks, pack
 
@@ -173,7 +174,8 @@ class _Pack:
             self._pinned.saved(holder, tensor)
         compressor = self.compressor
         # A leaf that an operation of PyTorch saves is data: a mask, a cast of a frozen weight.
-        if compressor is not None and holder is not None and (by_function or not tensor.is_leaf):
+        is_made = by_function or not tensor.is_leaf
+        if compressor is not None and holder is not None and is_made and not is_kept_whole(tensor):
             packed = compressor.saved(packed, holder, tensor, needs_strides=by_function)
         return packed
 
@@ -206,7 +208,8 @@ class _Pack:
         """A handle of `tensor`, not counted as a reader yet; None if it cannot be recomputed."""
         base = tensor if tensor._base is None else tensor._base
         node: Node = base.grad_fn
-        if node is None or not may_have_rule(node) or tensor._version != 0:
+        is_whole = saving.whole and self.compressor is not None
+        if is_whole or node is None or not may_have_rule(node) or tensor._version != 0:
             return None
         expression = expression_of(node)
         if base.is_complex() and not tensor.is_complex() and not base.is_conj():  # a rotation by a complex factor

@@ -142,6 +142,9 @@ _ROWS = (
 #: Kind -> activation. Probes compare in fp64: the two GELUs differ by 5e-4, rounded constants of one formula by 1e-9.
 ACTIVATIONS: dict[str, Activation] = {row.kind: row for row in _ROWS}
 
+#: Kinds whose f' is continuous: a rounding error of z changes it little.
+SMOOTH = frozenset(row.kind for row in _ROWS if row.continuous)
+
 #: Name -> operation: every operation above, and operations without an activation here.
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation

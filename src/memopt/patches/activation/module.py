@@ -25,8 +25,9 @@ from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.recompute.specs import keep_producer
 from memopt.recompute.versions import with_witness
 from memopt.saved.scope import recomputes
+from memopt.saved.whole import kept_whole
 from memopt.torch_compat import storage_id, storage_use_count, tensor_uses
-from memopt.torch_compat.activations import ACTIVATIONS
+from memopt.torch_compat.activations import ACTIVATIONS, SMOOTH
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
 
@@ -72,7 +73,7 @@ def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationR
     own, children = (*module._parameters, *module._buffers), {} if site.linear is None else {site.linear: nn.Identity()}
     z = torch.ones(2, max((parameter.numel() for parameter in module.parameters(False)), default=1), 2, device="cpu")
     reads = observed_reads(module, lambda alone: alone.forward(z), fresh=own, children=children)
-    swap_forward(module, _forward, rewrite, reads)
+    swap_forward(module, _forward if site.kind in SMOOTH else _forward_whole, rewrite, reads)
 
 
 def _forward(
@@ -107,6 +108,11 @@ def _forward(
     if is_watched(module):
         keep_producer(h)
     return h
+
+
+def _forward_whole(stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    with kept_whole():
+        return _forward(stock, *args, **kwargs)
 
 
 def _in_place(stock: Callable[..., Tensor], rewrite: ActivationRewrite, module: nn.Module, z: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memopt.patches.base import OFF, Effect, InScopes, Patch, PlanView, RecipeView, Rules
 from memopt.patches.capabilities import Checks, Trial
-from memopt.walk.sites import parent
+from memopt.walk.sites import is_inside, parent
 
 if TYPE_CHECKING:
     from memopt.patches.checks import Check
@@ -21,7 +21,7 @@ class CompressionRules(Rules):
     method: Literal["none", "int8"] = "none"
     """``int8``: a byte for each element, a minimum and a step for each 128; rounded at random, without bias."""
     where: Literal["block", "mlp"] = "block"
-    """``block``: all such tensors of the repeated blocks; ``mlp``: only such tensors of their MLPs."""
+    """``block``: all such tensors of the repeated blocks; ``mlp``: only such tensors of MLPs that are modules."""
 
     old_key: ClassVar[str] = "kept"
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF, "int4": "int8"}}
@@ -39,6 +39,18 @@ class CompressionPatch(Patch, Checks):
     rules = CompressionRules
     after = ("dropout", "sampled_linear")  # it quantises tensors that these patches still save
     requires = ("quantize",)
+
+    def notes(self, plan: PlanView) -> Iterator[str]:
+        rules, compressed = plan.recipe.rules(CompressionRules), _compressed(plan)
+        if rules.is_off or rules.where == "block":
+            return
+        selected = {block for block in plan.sites.blocks if plan.recipe.selects(block)} & {*_around_activations(plan)}
+        exact = [block for block in selected if not any(is_inside(name, block) for name in compressed)]
+        if exact:
+            yield (
+                f"{len(exact)} blocks have no module for their MLP, so nothing of them is kept in 8 bits "
+                f"({min(exact)}, for one); the recipe int8 compresses whole blocks, with a larger error"
+            )
 
     def scope(self, plan: PlanView) -> InScopes:
         if plan.recipe.rules(CompressionRules).is_off:
@@ -72,8 +84,12 @@ def _compressed(plan: PlanView) -> Collection[str]:
     sites = plan.sites
     if plan.recipe.rules(CompressionRules).where == "block":
         return sites.blocks
-    parents = (parent(site.name) if site.is_module else site.name for site in sites.activations)
-    return dict.fromkeys((*(site.name for site in sites.gated_mlps), *parents))
+    found = dict.fromkeys((*(site.name for site in sites.gated_mlps), *_around_activations(plan)))
+    return [name for name in found if not any(is_inside(block, name) for block in sites.blocks)]
+
+
+def _around_activations(plan: PlanView) -> Iterator[str]:
+    return (parent(site.name) if site.is_module else site.name for site in plan.sites.activations)
 
 
 PATCH = CompressionPatch()

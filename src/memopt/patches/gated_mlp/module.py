@@ -21,6 +21,8 @@ from memopt.kernels.linear.weighted import followed
 from memopt.patches.reads import observed_reads
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_watched, steps_aside, swap_forward, with_those_aside
+from memopt.saved.whole import kept_whole
+from memopt.torch_compat.activations import SMOOTH
 from memopt.walk.probes.isolate import random_linear
 from memopt.walk.sites import GatedForm, GatedMLPSite
 
@@ -43,6 +45,11 @@ class GatedMLPRewrite:
     def reads(self) -> tuple[str, ...]:
         """Children that are not called, unless they have hooks: the forward reads their parameters instead."""
         return (self.down,)
+
+
+_gated_linear_whole = kept_whole()(gated_linear)
+_gated_product_whole = kept_whole()(gated_product)
+_gated_product_fused_whole = kept_whole()(gated_product_fused)
 
 
 def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, scope: ScopeRewrite) -> None:
@@ -96,7 +103,8 @@ def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: 
     y = None
     # Where products are followed, a later multiplication of y needs the input of this product.
     if followed.held is None or followed.products is None:
-        y = gated_linear(*gate_up, rewrite.activation, rewrite.form == "gate_up", weight, bias)
+        run = gated_linear if rewrite.activation in SMOOTH else _gated_linear_whole
+        y = run(*gate_up, rewrite.activation, rewrite.form == "gate_up", weight, bias)
     return linear(_product(rewrite, *gate_up), weight, bias) if y is None else y
 
 
@@ -111,9 +119,11 @@ def _gate_and_up(
 
 
 def _product(rewrite: GatedMLPRewrite, gate: Tensor, up: Tensor | None) -> Tensor:
+    is_smooth = rewrite.activation in SMOOTH
     if up is None:
-        return gated_product_fused(gate, rewrite.activation, rewrite.form == "gate_up")
-    return gated_product(gate, up, rewrite.activation)
+        run = gated_product_fused if is_smooth else _gated_product_fused_whole
+        return run(gate, rewrite.activation, rewrite.form == "gate_up")
+    return (gated_product if is_smooth else _gated_product_whole)(gate, up, rewrite.activation)
 
 
 def _activates_as_patched(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None]) -> bool:

@@ -14,6 +14,7 @@ from memopt.kernels.replay.function import replayed
 from memopt.patches.identity import Frozen, freezing, thaw
 from memopt.patches.reads import observed_reads
 from memopt.patches.swap import Rewrite, is_watched, steps_aside, swap_forward
+from memopt.saved.whole import kept_whole
 from memopt.walk.sites import NormSite
 
 
@@ -45,7 +46,8 @@ def patch_replay(module: nn.Module, norm: NormSite | None = None, *, folded: boo
     with freezing(module, norm if folded else None) as frozen:
         by_rows = norm is not None and norm.by_rows
         rewrite = ReplayRewrite(tuple(_parameters(module)), by_rows, frozen)
-        swap_forward(module, _forward, rewrite, observed_reads(module, None))
+        forward = _forward_whole if norm is None else _forward
+        swap_forward(module, forward, rewrite, observed_reads(module, None))
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -67,6 +69,12 @@ def _forward(
     # A copy of the attributes, so that changes before backward have no effect on it.
     run = functools.partial(_run, stock, module, dict(vars(module)), tuple(parameters), template, tuple(kwargs))
     return replayed(run, inputs, list(parameters.values()), by_rows=rewrite.by_rows)
+
+
+def _forward_whole(stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """For an activation, whose slope may have a jump."""
+    with kept_whole():
+        return _forward(stock, *args, **kwargs)
 
 
 _SLOT = object()
