@@ -85,7 +85,9 @@ def _compressed(plan: PlanView) -> Collection[str]:
     if plan.recipe.rules(CompressionRules).where == "block":
         return sites.blocks
     found = dict.fromkeys((*(site.name for site in sites.gated_mlps), *_around_activations(plan)))
-    return [name for name in found if not any(is_inside(block, name) for block in sites.blocks)]
+    # Nor is a module with batch norms an MLP: ReLUs that are recomputed from their outputs take fewer bytes.
+    others = (*sites.blocks, *sites.batch_norms)
+    return [name for name in found if not any(is_inside(other, name) for other in others)]
 
 
 def _around_activations(plan: PlanView) -> Iterator[str]:
