@@ -41,15 +41,23 @@ class CompressionPatch(Patch, Checks):
     requires = ("quantize",)
 
     def notes(self, plan: PlanView) -> Iterator[str]:
-        rules, compressed = plan.recipe.rules(CompressionRules), _compressed(plan)
-        if rules.is_off or rules.where == "block":
+        rules, sites = plan.recipe.rules(CompressionRules), plan.sites
+        if rules.is_off:
             return
-        selected = {block for block in plan.sites.blocks if plan.recipe.selects(block)} & {*_around_activations(plan)}
+        if rules.where == "block":
+            if inside := [name for name in sites.softmaxes if not sites.surrounds_blocks(name)]:
+                yield (
+                    f"Recipe '{plan.recipe.name}' keeps probabilities of {len(inside)} attentions, a byte for each "
+                    "pair of tokens. Exact recipes keep none of them, and so keep less at long sequences."
+                )
+            return
+        selected = {block for block in sites.blocks if plan.recipe.selects(block)} & {*_around_activations(plan)}
+        compressed = _compressed(plan)
         exact = [block for block in selected if not any(is_inside(name, block) for name in compressed)]
         if exact:
             yield (
                 f"{len(exact)} blocks have no module for their MLP, so nothing of them is kept in 8 bits "
-                f"({min(exact)}, for one); the recipe int8 compresses whole blocks, with a larger error"
+                f"({min(exact)}, for one). Recipe 'int8' compresses whole blocks, with a larger error."
             )
 
     def scope(self, plan: PlanView) -> InScopes:
@@ -58,15 +66,6 @@ class CompressionPatch(Patch, Checks):
         from memopt.patches.compression.compressor import Compressor
 
         return InScopes(compression=Compressor, compressed=_compressed(plan), exchanges=True)
-
-    def notes(self, plan: PlanView) -> Iterator[str]:
-        rules = plan.recipe.rules(CompressionRules)
-        inside = [name for name in plan.sites.softmaxes if not plan.sites.surrounds_blocks(name)]
-        if not rules.is_off and rules.where == "block" and inside:
-            yield (
-                f"Recipe '{plan.recipe.name}' keeps probabilities of {len(inside)} attentions, a byte for each pair "
-                "of tokens. Exact recipes keep none of them, and so keep less at long sequences."
-            )
 
     def repeatable(self, recipe: RecipeView) -> tuple[str, ...]:
         return (f"{CompressionRules.key}.method={OFF}",)
