@@ -14,6 +14,7 @@ from torch import nn
 from memopt.kernels.replay.function import recomputed_chain
 from memopt.patches.functions import FollowingMode, may_follow
 from memopt.recompute.chains import FOLLOWED, Chains
+from memopt.saved.whole import kept_whole
 from memopt.torch_compat import checkpointing_hook
 
 
@@ -30,9 +31,13 @@ def followed_chains(module: nn.Module, given: object) -> AbstractContextManager[
     return nullcontext() if is_followed or not may_follow(module) else _Following()
 
 
+#: A chain may have a kink, so scopes that compress keep its inputs whole.
+_chain = kept_whole()(recomputed_chain)
+
+
 class _Following(FollowingMode):
     def __enter__(self) -> Any:
-        self._chains, self._hook = Chains(recomputed_chain), checkpointing_hook()
+        self._chains, self._hook = Chains(_chain), checkpointing_hook()
         self._around, _thread.active = _thread.active, self
         return super().__enter__()
 
