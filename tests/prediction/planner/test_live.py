@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NoReturn
 
 import peft
@@ -125,6 +126,7 @@ def test_a_plan_has_the_dropout_of_the_adapters_and_checkpointing_that_is_on(mon
     assert any("dropout" in event.storage.operation for event in traced.events)
     assert traced.training.checkpointing == "none"
     model.gradient_checkpointing_enable()
+    warnings.simplefilter("error", FutureWarning)
     assert first_trace(monkeypatch, model).training.checkpointing == "full"
 
 

@@ -173,6 +173,8 @@ def plan_model(
     run = run or Run()
     if run.autocast is not None and precision == "fp32":
         precision = "bf16-mixed" if run.autocast == "bf16" else "fp16-mixed"
+    # transformers has renamed its property for this, and warns about the old name.
+    checkpoints = run.checkpointing or any(getattr(each, "gradient_checkpointing", False) for each in base.modules())
     training = Training(
         batch=batch or 1,
         seq=(seq or default_seq(config)) if reads_tokens(config) else None,
@@ -181,7 +183,7 @@ def plan_model(
         lora_rank=getattr(plain, "r", 8),
         lora_targets=_short(adapted, sites) or (ALL_LINEAR,),
         lora_dropout=getattr(plain, "lora_dropout", 0.0),
-        checkpointing="full" if run.checkpointing or base.is_gradient_checkpointing else "none",
+        checkpointing="full" if checkpoints else "none",
         adapter_fp32=precision in ("bf16", "fp16")
         and any(each.trained and each.dtype == torch.float32 for each in parameters),
     )
