@@ -16,6 +16,7 @@ from memopt.torch_compat.autograd import (
     BATCH_NORMS,
     PADS,
     SAVED_FIELDS,
+    Hooks,
     at_the_end_of_backward,
     call_its_backward,
     current_graph_task_id,
@@ -73,6 +74,7 @@ from memopt.torch_compat.dispatch import (
 from memopt.torch_compat.lookup import Missing, missing, names, warn_once_of_missing
 from memopt.torch_compat.modules import (
     calls_of_checkpointing,
+    checkpointed_call,
     checkpointing_hook,
     compiled_module,
     fsdp_leaves_gathered,

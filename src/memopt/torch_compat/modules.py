@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from types import FrameType
@@ -137,6 +139,24 @@ def checkpointing_hook() -> object | None:
     top = top_saved_tensors_hooks(False)
     pack = None if top is None else getattr(top[0], "memopt_outer_pack", None) or top[0]
     return pack if getattr(pack, "__module__", None) == checkpoint.__name__ else None
+
+
+_Call: Any = find(
+    "torch.utils.checkpoint._CheckpointFrame", (), "logits that a checkpointed function reads are computed whole"
+)
+
+
+def checkpointed_call() -> tuple[Any, bool] | None:
+    """The call of a checkpointed function that runs here, an object that both of its runs share, and whether this is
+    the second run, in backward. None outside of such calls."""
+    hook: Any = inspect.unwrap(checkpointing_hook())  # type: ignore[arg-type]
+    for cell in getattr(hook, "__closure__", None) or ():
+        content = cell.cell_contents
+        is_second = isinstance(content, weakref.ref)
+        call = content() if is_second else content
+        if isinstance(call, _Call):
+            return call, is_second
+    return None
 
 
 def calls_of_checkpointing() -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +24,29 @@ from torch.utils.hooks import RemovableHandle
 
 from memopt.environment.partitioned import fetch_before
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
+from memopt.patches.loss.checkpointed import Around
+from memopt.patches.loss.graphs import AdoptFunction, RevealFunction, state_of
 from memopt.patches.loss.kept import note_backward, wait
-from memopt.patches.loss.memory import FACTORIES, METADATA, Memory, empty, shares_memory
+from memopt.patches.loss.memory import (
+    FACTORIES,
+    METADATA,
+    WANT_GRADIENTS,
+    Memory,
+    empty,
+    shares_memory,
+    waits_for_a_moment,
+    writes,
+)
 from memopt.patches.loss.source import Source, note
-from memopt.torch_compat import eagerly, tensor_hooks_slot, tree_leaves, tree_map, wrapper
+from memopt.torch_compat import (
+    checkpointing_hook,
+    eagerly,
+    tensor_hooks_slot,
+    top_saved_tensors_hooks,
+    tree_leaves,
+    tree_map,
+    wrapper,
+)
 
 #: A function of PyTorch -> the handler that runs it on uncomputed logits, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -59,6 +79,8 @@ class LazyLogits(Tensor):
     """Whether a foreign autograd node made this tensor, e.g. a user's function that cloned its input."""
     is_read: bool
     """Whether anything was computed from these logits, or made of them."""
+    around: Around | None = None
+    """Where these logits were made, if that was under saved-tensor hooks or a checkpointed function reads them."""
 
     @classmethod
     @eagerly
@@ -68,12 +90,17 @@ class LazyLogits(Tensor):
             # C++ code exchanges these hooks where a function changes a tensor in place: this tensor's, not `value`'s.
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
+        again = func not in METADATA and checkpointing_hook() is not None
+        if again:
+            swap = {id(each): each.as_first_read() for each in lazy}
+            lazy = [swap[id(each)] for each in lazy]
+            args, kwargs = tree_map(lambda leaf: swap.get(id(leaf), leaf), (args, kwargs))
         pending = [each for each in lazy if each.value is None]
         for each in () if func in METADATA else pending:
             each.look_through_fetches()
-        if func in _WANT_GRADIENTS:
+        if func in WANT_GRADIENTS:
             hook: Any = (*args[1:], kwargs.get("hook"))[0] if func is Tensor.register_hook else None
-            if pending and _waits_for_a_moment(hook):
+            if pending and waits_for_a_moment(hook):
                 handle = RemovableHandle(lazy[0].source.moments)
                 lazy[0].source.moments[handle.id] = hook
                 return handle
@@ -92,20 +119,21 @@ class LazyLogits(Tensor):
                 return func(*tree_map(_shaped, args), **tree_map(_shaped, kwargs))
             handler = HANDLERS.get(func)
             trained = [each for each in pending if each.source.head.records]
-            if handler is not None and 0 < len(trained) < len(pending) and not _writes(func, kwargs):
+            if handler is not None and 0 < len(trained) < len(pending) and not writes(func, kwargs):
                 # Compute the logits without a graph (a teacher's): the loss of the trained logits still runs by chunks.
                 return func(*tree_map(_evaluated, args), **tree_map(_evaluated, kwargs))
             away = any(each.source.device is not None for each in pending) and func is not Tensor.to
-            if handler is not None and away and not _writes(func, kwargs):
+            if handler is not None and away and not writes(func, kwargs):
                 return _where_the_head_is(func, args, kwargs, pending[0].device)
             # A tensor whose autograd node is no longer `node` went through a user's autograd function.
-            foreign = away or any(_own_state(each)[0] is not each.node for each in pending)
+            foreign = away or not all(each.is_as_made for each in pending)
             if handler is not None and len(pending) == len(lazy) and not foreign and kwargs.get("out") is None:
                 if not args and "input" in kwargs:
                     args, kwargs = (kwargs["input"],), {name: each for name, each in kwargs.items() if name != "input"}
                 for each in pending:
                     each.source.check(values=each.source.head.records and each.source.head.snapshot.is_late)
-                answer = handler(*args, **kwargs)
+                with Around.unseen() if again else nullcontext():
+                    answer = handler(*args, **kwargs)
                 if answer is not NotImplemented:
                     for each in pending:
                         each.is_read |= answer is not each
@@ -141,7 +169,7 @@ class LazyLogits(Tensor):
 
     def as_subclass(self, cls: Any) -> Any:
         """`value` as `cls`: PyTorch's method would read this tensor's own graph, which may lag behind its value's."""
-        value = self.compute()
+        value = self.as_first_read().compute()
         for each in self.family:
             each.follow()
         return value.as_subclass(cls)
@@ -150,6 +178,18 @@ class LazyLogits(Tensor):
     def family(self) -> list[LazyLogits]:
         """All logits of one call of the head that are alive, the older ones first."""
         return [member for reference in self.source.family if (member := reference()) is not None]
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether no user's autograd function took this tensor's place in the graph."""
+        return _own_state(self)[0] is self.node
+
+    def as_first_read(self) -> LazyLogits:
+        """These logits, or in a second run of a checkpointed function others in the state that its first run read."""
+        if checkpointing_hook() is None:
+            return self
+        self.around = self.around or Around(None)
+        return self.around.as_first_read(self, _in_the_place_of)
 
     def look_through_fetches(self) -> None:
         """Accept nodes in which ZeRO-3 fetches weights (`fetch_before`) as part of this tensor's own graph."""
@@ -186,16 +226,17 @@ class LazyLogits(Tensor):
             self.source.check()
             graph, marked = self.own = _own_state(self)
             self.is_users = graph is not self.node and not marked
-            with torch.inference_mode(False), torch.set_grad_enabled(self.source.tracked):
+            around = self.around or Around(None)
+            with torch.inference_mode(False), torch.set_grad_enabled(self.source.tracked), around.restored():
                 value = self._from_the_head() if self.made is None else self.made()
             with torch.inference_mode(False), torch.enable_grad():
-                self.value = _RevealFunction.apply(self, value) if self.is_users else value
+                self.value = RevealFunction.apply(self, value) if self.is_users else value
             if self.memory.owner() is self:
                 self.memory.data = value.detach()
             self.made, self.memory = None, Memory(self)
             if marked:  # dirty, by a user's autograd function
                 self.own = (self.node, 0)
-            self.seen = _state(self.value)
+            self.seen = state_of(self.value)
         assert self.value is not None
         return self.value
 
@@ -215,18 +256,18 @@ class LazyLogits(Tensor):
         """
         if self.value is None or self.follows:
             return
-        own, seen = _own_state(self), _state(self.value)
+        own, seen = _own_state(self), state_of(self.value)
         if (own, seen) == (self.own, self.seen):
             return
         self.follows = True
         with torch.inference_mode(False), torch.enable_grad():
             if own != self.own:
-                _AdoptFunction.apply(self.value, self)
+                AdoptFunction.apply(self.value, self)
             elif seen[0] and self.seen[:2] != seen[:2]:
-                _AdoptFunction.apply(self, self.value)
+                AdoptFunction.apply(self, self.value)
             else:
                 torch.autograd.graph.increment_version(self)
-        self.own, self.seen, self.follows = _own_state(self), _state(self.value), False
+        self.own, self.seen, self.follows = _own_state(self), state_of(self.value), False
 
 
 def stand_for(
@@ -254,12 +295,22 @@ def stand_for(
     logits.source, logits.value, logits.form, logits.made, logits.written = source, None, form, None, ()
     logits.node, logits.is_users, logits.is_read = logits.grad_fn, False, False
     logits.memory = Memory(logits)
+    if (hooks := top_saved_tensors_hooks(False)) is not None:
+        logits.around = Around(hooks)
     if parent is not None and step is not None:
         _make_of(logits, parent, step, is_view)
     source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     if not source.tracked:
         wait(logits)
     return logits
+
+
+def _in_the_place_of(logits: LazyLogits, source: Source) -> LazyLogits:
+    """Uncomputed logits of `source`, for a reader of `logits`, which were computed since."""
+    with torch.inference_mode(False), torch.enable_grad():
+        others: LazyLogits = stand_for(source, form=logits.form)
+    others.made = logits.compute
+    return others
 
 
 def _make_of(logits: LazyLogits, parent: LazyLogits, step: Callable[[Tensor], Tensor], is_view: bool) -> None:
@@ -310,47 +361,12 @@ class _StandingFunction(DirectFunction):
         return None, None, *torch.autograd.grad(y, inputs, dy.to(y.device), allow_unused=True)
 
 
-class _RevealFunction(DirectFunction):
-    """The value of logits that a foreign autograd node made; backward passes the gradient on to that node."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: LazyLogits, value: Tensor) -> Tensor:
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy, None
-
-
-class _AdoptFunction(DirectFunction):
-    """Gives a tensor the graph of another tensor with the same value, as an operation in place does."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
-        ctx.mark_dirty(tensor)
-        ctx.is_view = type(tensor) is Tensor and tensor._is_view()
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Zeros for a view: autograd takes None for a part of a tensor as None for the whole tensor.
-        return torch.zeros_like(dy) if ctx.is_view else None, dy
-
-
 def _own_state(logits: LazyLogits) -> tuple[Any, int]:
     """The autograd node and the version of this tensor itself, whether or not it has a value."""
     read = super(LazyLogits, LazyLogits).__torch_function__
     if read(Tensor.is_inference, (), (logits,)):
         return None, 0  # an inference tensor has neither
     return read(_GRAPH, (), (logits,)), read(_VERSION, (), (logits,))
-
-
-def _state(value: Tensor) -> tuple[Any, ...]:
-    """The graph and the version of a tensor, which a change in place changes."""
-    try:
-        return value.requires_grad, value.grad_fn, value._version
-    except RuntimeError:  # one of several views of one function; autograd refuses it after a change in place
-        return False, None, value._version
 
 
 def _where_the_head_is(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
@@ -380,21 +396,3 @@ def _shaped(leaf: Any) -> Any:
     if isinstance(leaf, LazyLogits) and leaf.value is None:
         return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
     return _value(leaf)
-
-
-_WANT_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad)
-
-
-def _waits_for_a_moment(hook: Any) -> bool:
-    """Whether `hook` is a hook of FSDP2, DeepSpeed or Fabric that has to run when backward begins.
-
-    FSDP2's hook gathers weights. Fabric's checks that backward was called through it. DeepSpeed's counts the backward
-    pass and divides the gradient by the number of micro-batches; it may do so on the logits or on a result of them.
-    """
-    module = str(getattr(getattr(hook, "func", hook), "__module__", ""))
-    return module.startswith(("torch.distributed.fsdp", "deepspeed.runtime", "lightning.fabric", "lightning_fabric"))
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or "out" in kwargs

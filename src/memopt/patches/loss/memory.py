@@ -1,11 +1,11 @@
-"""The memory of uncomputed logits: which logits are views of it, and how it is filled; and functions that need none."""
+"""The memory of uncomputed logits: which logits are views of it, and how it is filled; and kinds of functions."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -84,3 +84,21 @@ _LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_
 _NEW = "new_empty new_full new_ones new_zeros"
 #: Functions that read no value either, and make a tensor of the same shape, or of the same dtype and device.
 FACTORIES = {getattr(torch, name) for name in _LIKE.split()} | {getattr(Tensor, name) for name in _NEW.split()}
+#: Functions that take a gradient of the logits themselves.
+WANT_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad)
+
+
+def waits_for_a_moment(hook: Any) -> bool:
+    """Whether `hook` is a hook of FSDP2, DeepSpeed or Fabric that has to run when backward begins.
+
+    FSDP2's hook gathers weights. Fabric's checks that backward was called through it. DeepSpeed's counts the backward
+    pass and divides the gradient by the number of micro-batches; it may do so on the logits or on a result of them.
+    """
+    module = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    return module.startswith(("torch.distributed.fsdp", "deepspeed.runtime", "lightning.fabric", "lightning_fabric"))
+
+
+def writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of PyTorch changes a tensor in place, by its name and arguments."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or "out" in kwargs
