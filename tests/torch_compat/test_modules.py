@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -76,3 +77,21 @@ def test_hook_flags_tell_which_hooks_take_keyword_arguments() -> None:
     assert [*map(dict, torch_compat.hook_flags(module))] == [{}, {}]
     handle = module.register_forward_pre_hook(lambda module, given, named: None, with_kwargs=True)
     assert [*map(dict, torch_compat.hook_flags(module))] == [{}, {handle.id: True}]
+
+
+def test_both_runs_of_a_checkpointed_function_are_one_call() -> None:
+    seen: list[Any] = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append(torch_compat.checkpointed_call())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    assert torch_compat.checkpointed_call() is None
+    loss = sum(torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).sum() for _ in range(2))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    assert sorted(is_second for _, is_second in seen) == [False, False, True, True]
+    (one, _), (other, _) = seen[:2]
+    assert one is not other
+    assert {id(call) for call, _ in seen[2:]} == {id(one), id(other)}

@@ -16,7 +16,6 @@ from memopt.torch_compat.autograd import (
     BATCH_NORMS,
     PADS,
     SAVED_FIELDS,
-    Hooks,
     at_the_end_of_backward,
     call_its_backward,
     current_graph_task_id,

@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.patches.loss.source import Source, say_whole
 from memopt.torch_compat import (
-    Hooks,
     calls_of_checkpointing,
     checkpointed_call,
     checkpointing_hook,
@@ -29,6 +28,7 @@ from memopt.torch_compat import (
     no_dispatch,
     without_foreign_hooks,
 )
+from memopt.torch_compat.autograd import Hooks
 
 if TYPE_CHECKING:
     from memopt.patches.loss.lazy import LazyLogits
