@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from memopt.patches.loss import plain, rows
 from memopt.patches.loss.lazy import LazyLogits
-from memopt.patches.loss.module import patch_head
+from memopt.patches.loss.module import patch_head, whole_logits
 from tests.patches.logit_cases import BATCH, CLASSES, LABELS, OPERATIONS, READERS, TOKENS, WIDTH, Model
 
 Loss = Callable[[Any], Tensor]
@@ -195,3 +195,28 @@ def test_the_logits_are_freed_with_the_step() -> None:
         assert kept() is None
     finally:
         gc.enable()
+
+
+def test_a_head_inside_the_checkpointed_function_is_stock() -> None:
+    def gradients(patched: bool, loss: Loss, kind: str) -> list[Any]:
+        model = Model("plain", torch.float64)
+        if patched:
+            patch_head(model.head, WIDTH, CLASSES)
+        _KINDS[kind](lambda _: loss(model()), torch.ones((), requires_grad=True)).backward()
+        return [each.grad for each in model.parameters()]
+
+    for loss, kind in itertools.product(_LOSSES.values(), _KINDS):
+        torch.testing.assert_close(gradients(True, loss, kind), gradients(False, loss, kind))
+
+
+def test_without_the_name_of_a_call_checkpointed_logits_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt.torch_compat.modules._Call", ())
+    assert all(_same(lambda y, of=loss: _plain(of, y) + _mse(y)) for loss in _LOSSES.values())
+
+
+def test_the_reasons_name_a_checkpoint_inside_another() -> None:
+    model = Model("plain", torch.float64)
+    patch_head(model.head, WIDTH, CLASSES)
+    _KINDS["inside another, closure"](_cross_entropy, model())
+    (reason,) = whole_logits(model)
+    assert "a checkpointed function inside another one reads them" in reason
