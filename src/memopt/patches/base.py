@@ -243,7 +243,7 @@ class InScopes:
     """Modules inside scopes -> families that do not hold in them."""
     modes: Mapping[str, Mode] = field(default_factory=dict)
     """Module -> the context around each of its calls, with and without gradients, inside its scope if it has one."""
-    prepare: Callable[[str], Prepare | None] | None = None
+    prepare: Callable[[str], Prepare] | None = None
     """Name of a scope's module -> a function of that module, called when linears inside were exchanged (first call
     included). Unused where scopes are always open."""
     look: Look | None = None

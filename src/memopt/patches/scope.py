@@ -44,7 +44,7 @@ _NOT_QUANTISED = "saved tensors are not quantised, and gradients are exact; quan
 class ScopeHistory:
     """Forms of calls of one module, with the finding whether the scope replaced anything. A copy starts empty."""
 
-    __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_places", "_pre_hooks", "_stood", "proofs")
+    __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_pre_hooks", "_stood", "proofs")
 
     def __init__(self) -> None:
         self._calls_closed: dict[Any, int | None] = {}
@@ -57,9 +57,8 @@ class ScopeHistory:
         """Linears and modules with a linear as child; for each one, its parent's `_modules` and its name there."""
         self._pre_hooks: tuple[Any, ...] = ()
         """Tables of forward hooks and forward pre-hooks of the modules inside. A module never replaces its tables."""
-        self._places: Sequence[Place] = ()
-        self._stood: list[nn.Module | None] | None = None
-        """The modules at the places that the last look returned; None before the first look."""
+        self._stood: list[tuple[Place, nn.Module | None]] | None = None
+        """The places that the last look returned, and the modules there; None before the first look."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ScopeHistory, ()
@@ -102,10 +101,9 @@ class ScopeHistory:
 
     def look(self, module: nn.Module, look: Look) -> None:
         """Call `look` unless the same modules stand at the places that its last call returned."""
-        if self._stood is None or [children.get(name) for children, name in self._places] != self._stood:
+        if self._stood is None or any(place[0].get(place[1]) is not stood for place, stood in self._stood):
             found = look(module)
-            self._places = found or ()
-            self._stood = None if found is None else [children.get(name) for children, name in found]
+            self._stood = None if found is None else [(place, place[0].get(place[1])) for place in found]
 
     def has_pre_hooks(self) -> bool:
         """Whether a module inside has a forward hook or forward pre-hook, which may replace tensors."""
@@ -240,8 +238,9 @@ def choose_scopes(plan: PlanView, every: Sequence[InScopes]) -> dict[str, ScopeR
     default = frozenset[str]().union(*(each.families for each in every))
     families = _scoped_families(plan, every, default)
     scopes = {name: ScopeRewrite(rules) for name, rules in families.items()}
-    if not any(each.exchanges for each in every):
-        scopes = {name: replace(scope, prepare=_prepare(every, name)) for name, scope in scopes.items()}
+    prepare = next((each.prepare for each in every if each.prepare is not None), None)
+    if prepare is not None and not any(each.exchanges for each in every):
+        scopes = {name: replace(scope, prepare=prepare(name)) for name, scope in scopes.items()}
     for each in every:
         for name in each.compressed if each.compression is not None else ():
             if name and plan.recipe.selects(name):
@@ -251,17 +250,6 @@ def choose_scopes(plan: PlanView, every: Sequence[InScopes]) -> dict[str, ScopeR
     scopes |= {name: replace(scopes[name], look=look) for name in stacks.values()}
     modes = {name: tuple(each.modes[name] for each in every if name in each.modes) for name in scopes}
     return {name: replace(scope, modes=modes[name]) for name, scope in scopes.items()}
-
-
-def _prepare(every: Sequence[InScopes], scope: str) -> Prepare | None:
-    found = [each.prepare(scope) for each in every if each.prepare is not None]
-    functions = tuple(function for function in found if function is not None)
-    return functools.partial(_call_each, functions) if len(functions) > 1 else next(iter(functions), None)
-
-
-def _call_each(functions: tuple[Prepare, ...], module: nn.Module) -> None:
-    for function in functions:
-        function(module)
 
 
 def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:
