@@ -12,7 +12,7 @@ compute logits that exist.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -26,9 +26,9 @@ from memopt.torch_compat import (
     checkpointing_hook,
     is_selectively_checkpointed,
     no_dispatch,
+    top_saved_tensors_hooks,
     without_foreign_hooks,
 )
-from memopt.torch_compat.autograd import Hooks
 
 if TYPE_CHECKING:
     from memopt.patches.loss.lazy import LazyLogits
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class Around:
     """The saved-tensor hooks around the function that made logits, and the checkpointed calls that read them since."""
 
-    def __init__(self, hooks: Hooks | None) -> None:
-        found = None if hooks is None else checkpointed_call()
+    def __init__(self) -> None:
+        hooks, found = top_saved_tensors_hooks(False), checkpointed_call()
         self._call = None if found is None else weakref.ref(found[0])
         is_users = hooks is not None and checkpointing_hook() is None and not hasattr(hooks[0], "memopt_outer_pack")
         self._hooks = hooks if is_users else None
@@ -48,7 +48,7 @@ class Around:
         self._stand_ins: WeakKeyDictionary[Any, LazyLogits] = WeakKeyDictionary()
         """Hook of a second run -> the logits that it reads instead."""
 
-    def as_first_read(self, logits: LazyLogits, stand_in: Callable[[LazyLogits, Source], LazyLogits]) -> LazyLogits:
+    def as_first_read(self, logits: LazyLogits) -> LazyLogits:
         """`logits` for a function inside a checkpointed call: both runs of the call get them in one state."""
         found = checkpointed_call()
         if found is None:
@@ -67,7 +67,7 @@ class Around:
             return logits
         hook = checkpointing_hook()
         if hook not in self._stand_ins:
-            self._stand_ins[hook] = stand_in(logits, self._sources[call])
+            self._stand_ins[hook] = logits.stand_in(self._sources[call])
         return self._stand_ins[hook]
 
     @staticmethod

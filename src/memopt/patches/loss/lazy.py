@@ -42,7 +42,6 @@ from memopt.torch_compat import (
     checkpointing_hook,
     eagerly,
     tensor_hooks_slot,
-    top_saved_tensors_hooks,
     tree_leaves,
     tree_map,
     wrapper,
@@ -79,8 +78,8 @@ class LazyLogits(Tensor):
     """Whether a foreign autograd node made this tensor, e.g. a user's function that cloned its input."""
     is_read: bool
     """Whether anything was computed from these logits, or made of them."""
-    around: Around | None = None
-    """Where these logits were made, if that was under saved-tensor hooks or a checkpointed function reads them."""
+    around: Around
+    """Where these logits were made."""
 
     @classmethod
     @eagerly
@@ -89,12 +88,10 @@ class LazyLogits(Tensor):
         if getattr(func, "__self__", ()) is tensor_hooks_slot:
             # C++ code exchanges these hooks where a function changes a tensor in place: this tensor's, not `value`'s.
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         again = func not in METADATA and checkpointing_hook() is not None
         if again:
-            swap = {id(each): each.as_first_read() for each in lazy}
-            lazy = [swap[id(each)] for each in lazy]
-            args, kwargs = tree_map(lambda leaf: swap.get(id(leaf), leaf), (args, kwargs))
+            args, kwargs = tree_map(_as_first_read, (args, kwargs))
+        lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         pending = [each for each in lazy if each.value is None]
         for each in () if func in METADATA else pending:
             each.look_through_fetches()
@@ -169,7 +166,7 @@ class LazyLogits(Tensor):
 
     def as_subclass(self, cls: Any) -> Any:
         """`value` as `cls`: PyTorch's method would read this tensor's own graph, which may lag behind its value's."""
-        value = self.as_first_read().compute()
+        value = _as_first_read(self).compute()
         for each in self.family:
             each.follow()
         return value.as_subclass(cls)
@@ -184,13 +181,6 @@ class LazyLogits(Tensor):
         """Whether no user's autograd function took this tensor's place in the graph."""
         return _own_state(self)[0] is self.node
 
-    def as_first_read(self) -> LazyLogits:
-        """These logits, or in a second run of a checkpointed function others in the state that its first run read."""
-        if checkpointing_hook() is None:
-            return self
-        self.around = self.around or Around(None)
-        return self.around.as_first_read(self, _in_the_place_of)
-
     def look_through_fetches(self) -> None:
         """Accept nodes in which ZeRO-3 fetches weights (`fetch_before`) as part of this tensor's own graph."""
         node: Any = None if self.grad_fn is self.node else self.grad_fn
@@ -204,6 +194,13 @@ class LazyLogits(Tensor):
             others = (hook for module, hook in fetches if module is not source.head.module)
             self.source = dataclasses.replace(source, fetches=(*others, *source.fetches))
             self.node, self.made = self.grad_fn, None
+
+    def stand_in(self, source: Source) -> LazyLogits:
+        """Uncomputed logits of `source`, for a reader of these logits, which were computed since."""
+        with torch.inference_mode(False), torch.enable_grad():
+            others: LazyLogits = stand_for(source, form=self.form)
+        others.made = self.compute
+        return others
 
     def become(self, source: Source, write: Callable[[Tensor], object]) -> None:
         """Record a change in place by `write`: from now on stand for `source`, with the same tensors in the graph."""
@@ -226,8 +223,7 @@ class LazyLogits(Tensor):
             self.source.check()
             graph, marked = self.own = _own_state(self)
             self.is_users = graph is not self.node and not marked
-            around = self.around or Around(None)
-            with torch.inference_mode(False), torch.set_grad_enabled(self.source.tracked), around.restored():
+            with torch.inference_mode(False), torch.set_grad_enabled(self.source.tracked), self.around.restored():
                 value = self._from_the_head() if self.made is None else self.made()
             with torch.inference_mode(False), torch.enable_grad():
                 self.value = RevealFunction.apply(self, value) if self.is_users else value
@@ -294,23 +290,13 @@ def stand_for(
         logits = wrapper(LazyLogits, form, source.dtype, source.device or source.x.device)
     logits.source, logits.value, logits.form, logits.made, logits.written = source, None, form, None, ()
     logits.node, logits.is_users, logits.is_read = logits.grad_fn, False, False
-    logits.memory = Memory(logits)
-    if (hooks := top_saved_tensors_hooks(False)) is not None:
-        logits.around = Around(hooks)
+    logits.memory, logits.around = Memory(logits), Around()
     if parent is not None and step is not None:
         _make_of(logits, parent, step, is_view)
     source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     if not source.tracked:
         wait(logits)
     return logits
-
-
-def _in_the_place_of(logits: LazyLogits, source: Source) -> LazyLogits:
-    """Uncomputed logits of `source`, for a reader of `logits`, which were computed since."""
-    with torch.inference_mode(False), torch.enable_grad():
-        others: LazyLogits = stand_for(source, form=logits.form)
-    others.made = logits.compute
-    return others
 
 
 def _make_of(logits: LazyLogits, parent: LazyLogits, step: Callable[[Tensor], Tensor], is_view: bool) -> None:
@@ -380,6 +366,12 @@ def _where_the_head_is(func: Any, args: Any, kwargs: Any, device: torch.device) 
 
     result = func(*tree_map(back, args), **tree_map(back, kwargs))
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _as_first_read(leaf: Any) -> Any:
+    """For logits that a checkpointed function reads, logits in the state that its first run read."""
+    is_read_again = isinstance(leaf, LazyLogits) and checkpointing_hook() is not None
+    return leaf.around.as_first_read(leaf) if is_read_again else leaf
 
 
 def _value(leaf: Any) -> Any:
