@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,10 +73,10 @@ class OfBlock:
     """The tensors that one call of a block keeps in CPU memory. When backward takes the first one, copies of the others
     to the device begin, and of the tensors of the block before, which runs again next."""
 
-    __slots__ = ("__weakref__", "_before", "_inputs", "_waiting")
+    __slots__ = ("__weakref__", "_before", "_waiting", "inputs")
 
     def __init__(self, inputs: OffloadedInputs, before: weakref.ref[OfBlock] | None) -> None:
-        self._inputs, self._before = inputs, before
+        self.inputs, self._before = inputs, before
         self._waiting: list[weakref.ref[_Waiting]] = []
 
     def hooks(self) -> saved_tensors_hooks:
@@ -91,23 +92,19 @@ class OfBlock:
             is_there = True
             if not keeps_layout(tensor):
                 return Kept(tensor)
-            is_copied_later = self._inputs.stream(tensor.device) is not None
+            is_copied_later = self.inputs.stream(tensor.device) is not None
             return _Unchanged(self.wait(tensor), tensor) if is_copied_later else self.wait(tensor)
 
         return saved_tensors_hooks(pack, _unpack)
 
     def wait(self, tensor: Tensor) -> _Waiting:
         """Copy `tensor` to CPU memory, until backward takes it."""
-        stream = self._inputs.stream(tensor.device)
+        stream = self.inputs.stream(tensor.device)
         waiting = _Waiting(tensor, stream, self)
         if stream is not None:
-            self._inputs.hold(waiting)
+            self.inputs.hold(waiting)
         self._waiting.append(weakref.ref(waiting))
         return waiting
-
-    def release(self) -> None:
-        """Free the tensors of all blocks that are held for their copies to the CPU."""
-        self._inputs.release()
 
     def fetch(self) -> None:
         """Begin to copy every tensor back that backward has yet to take."""
@@ -131,10 +128,6 @@ def keeps_layout(tensor: Tensor) -> bool:
 class _Waiting:
     """One tensor in CPU memory."""
 
-    __slots__ = (
-        "__weakref__", "_copied", "_device", "_fetched", "_leaves", "_place", "_stored", "_stream", "_was_taken",
-    )  # fmt: skip
-
     def __init__(self, tensor: Tensor, stream: torch.Stream | None, place: OfBlock) -> None:
         self._device, self._stream, self._place = tensor.device, stream, place
         self._fetched: Tensor | None = None
@@ -151,10 +144,7 @@ class _Waiting:
                 self._stored = torch.empty_like(tensor.detach(), device="cpu").copy_(tensor).data
                 return
             self._leaves, self._stored = tensor.detach(), HostCopy(tensor)
-            stream.wait_stream(torch.accelerator.current_stream(self._device))
-            with stream:
-                self._stored.fill(tensor)
-            self._copied = stream.record_event()
+            self._copy(stream, self._stored.fill, tensor)
 
     def release(self) -> None:
         """Free the tensor that is copied to the CPU: what reuses its memory runs after the copy."""
@@ -175,11 +165,14 @@ class _Waiting:
         elif isinstance(self._stored, HostCopy) and self._stream is not None:
             with torch.no_grad():
                 self._fetched = self._stored.empty_on(self._device)
-                # Its memory may be that of a tensor that the compute stream still reads.
-                self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-                with self._stream:
-                    self._stored.copy_to(self._fetched)
-                self._copied = self._stream.record_event()
+                self._copy(self._stream, self._stored.copy_to, self._fetched)
+
+    def _copy(self, stream: torch.Stream, copy: Callable[[Tensor], None], tensor: Tensor) -> None:
+        # Behind the compute stream: it may still write `tensor`, or read a tensor whose memory that of `tensor` was.
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            copy(tensor)
+        self._copied = stream.record_event()
 
     def take(self) -> Tensor:
         """The tensor on its device, for work on the current stream."""
@@ -187,20 +180,20 @@ class _Waiting:
             assert isinstance(self._stored, Tensor)
             check_version(self._stored, 0)  # a block that changes its input in place cannot run again a second time
             return self._stored
-        self._place.release()
+        self._place.inputs.release()
         self._fetch()
         tensor, self._fetched, self._was_taken = self._fetched, None, True
         assert tensor is not None
-        if self._stream is not None:
-            self._computes_after_the_copy()
+        self._computes_after_the_copy()
         self._place.fetch_around()
         return tensor
 
     def _computes_after_the_copy(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._copied)
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._copied)
 
     def __del__(self) -> None:
-        if self._fetched is not None and self._stream is not None:  # its copy may still run, and nobody took it
+        if self._fetched is not None:  # its copy may still run, and nobody took it
             self._computes_after_the_copy()
 
 
