@@ -6,7 +6,8 @@ again. Attention in plain operations (softmax, then a product) runs again up to 
 all of them; the product with the values does not run again.
 
 An output whose memory is written into, or is still referred to when the block returns, is not kept: the second run
-computes it again. So nothing can change a kept output, nor a copy of it to the CPU that has yet to run.
+computes it again. So nothing can change a kept output, nor a copy of it to the CPU that has yet to run. Version
+counters do not say it: an alias that an operator made (``aten::_unsafe_view``) has a counter of its own.
 
 The operators are intercepted below autograd, so nodes, saved tensors and gradients equal those of a full second run.
 Peers: `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which compiled blocks use here.
@@ -18,15 +19,26 @@ import functools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from memopt.patches.checkpointing.memory import Memory, written_by
 from memopt.patches.checkpointing.offload import keeps_layout
-from memopt.torch_compat import TorchDispatchMode, is_operator, operator_schema, view_below_autograd
+from memopt.torch_compat import (
+    TorchDispatchMode,
+    is_operator,
+    is_traceable_wrapper_subclass,
+    living_storage,
+    operator_schema,
+    storage_id,
+    storage_use_count,
+    tree_leaves,
+    view_below_autograd,
+    weak_storage,
+)
 
 _ATTENTION, _BACKWARD = re.compile("attn|attention|flash"), re.compile("backward|bwd")
 _SOFTMAXES, _PRODUCTS = ("aten::_softmax", "aten::_safe_softmax"), frozenset({"aten::bmm", "aten::baddbmm"})
@@ -86,8 +98,8 @@ class KeptAttention(TorchDispatchMode):
         name = _name_of(function)
         is_product = name in _PRODUCTS and not _writes(function)
         if not is_product and not _is_attention(function):
-            if self._kept and not self._repeats and (written := written_by(function, args, kwargs or {})):
-                self._keep_only(lambda output: output.is_apart_from(written))
+            if self._kept and not self._repeats and (written := _written_by(function, args, kwargs or {})):
+                self._keep_only(lambda output: output.storages.isdisjoint(written))
             result = function(*args, **(kwargs or {}))
             if not self._repeats:
                 self._follow(name, args, result)
@@ -122,22 +134,21 @@ class _Output:
         # Seeds and offsets of random numbers take few bytes, so they stay where they are.
         numbers = {at: each for at, each in tensors.items() if each.is_floating_point()}
         stored = {at for at, each in numbers.items() if keeps_layout(each)}
-        self._memories = [Memory(each) for each in numbers.values()]
+        found = list(_storages(numbers.values()))
+        self.storages, self._memory = frozenset(map(storage_id, found)), list(map(weak_storage, found))
         before = self._owners()
         self._tensors = {at: (store if at in stored else _Here)(each) for at, each in tensors.items()}
         self._own = self._owners() - before
         self._others = {place: each for place, each in enumerate(parts) if not isinstance(each, Tensor)}
 
     def _owners(self) -> float:
-        return sum(memory.owners() for memory in self._memories)
+        """How many tensors and other objects refer to the memory of the result."""
+        alive = (storage for each in self._memory if (storage := living_storage(each)) is not None)
+        return sum(storage_use_count(storage_id(storage)) - 1 for storage in alive)  # one is `storage` itself
 
     def is_alone(self) -> bool:
         """Whether nothing but this object refers to the memory of the result."""
         return self._owners() <= self._own
-
-    def is_apart_from(self, storages: frozenset[int]) -> bool:
-        """Whether the result has memory in none of `storages`."""
-        return all(memory.ids.isdisjoint(storages) for memory in self._memories)
 
     def again(self) -> Any:
         """The result; None if it was changed in place."""
@@ -184,3 +195,33 @@ def _is_attention(function: Any) -> bool:
 @functools.cache
 def _writes(function: Any) -> bool:
     return is_operator(function) and operator_schema(function).is_mutable
+
+
+def _written_by(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
+    """The :func:`storage_id` of each storage that the call may write into."""
+    places = _places_written(function)
+    if places is None:
+        tree: Any = args, kwargs
+    else:
+        tree = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)) if tree else ()
+    return frozenset(map(storage_id, _storages(tensors)))
+
+
+@functools.cache
+def _places_written(function: Any) -> tuple[tuple[int, str], ...] | None:
+    """Position and name of each argument that an operator writes into; None if it has no schema that says so."""
+    if not is_operator(function):
+        return None
+    arguments = enumerate(operator_schema(function).arguments)
+    return tuple((at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors:
+        wrapper: Any = tensor
+        if type(tensor) is not Tensor and is_traceable_wrapper_subclass(wrapper):
+            inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+            yield from _storages(each for each in inner if isinstance(each, Tensor))
+        elif tensor.layout == torch.strided:
+            yield tensor.untyped_storage()
