@@ -149,8 +149,10 @@ def launch_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tens
     if not dw.numel():
         return dw
     full = triton.cdiv(outs, _LARGE) * triton.cdiv(ins, _LARGE) >= _FULL
-    # Triton compiles TF32 for no AMD GPU but gfx942, even in a kernel of 16-bit numbers.
-    is_tf32 = kept.dtype == torch.float32 and torch.version.hip is None and _multiplies_in_tf32()
+    # `torch.get_float32_matmul_precision` would raise an error after `fp32_precision` was set, as transformers'
+    # `TrainingArguments(tf32=True)` does. Triton compiles TF32 for no AMD GPU but gfx942, even for 16-bit numbers.
+    of_fp32 = kept.dtype == torch.float32 and torch.version.hip is None
+    is_tf32 = of_fp32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     # fp32 operands take twice the shared memory and registers.
     size = _LARGE if full and kept.dtype.itemsize == 2 else _SMALL
     with on_device_of(kept):
@@ -162,13 +164,6 @@ def launch_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tens
             OUT=size, IN=size, STEP=_STEP, GROUP=_GROUP, num_warps=8 if size == _LARGE else 4, num_stages=3,
         )  # fmt: skip
     return dw
-
-
-def _multiplies_in_tf32() -> bool:
-    """Whether PyTorch computes products of fp32 matrices in TF32. ``torch.get_float32_matmul_precision`` would raise an
-    error after ``fp32_precision`` was set, as transformers' ``TrainingArguments(tf32=True)`` does."""
-    precision: str = torch.backends.cuda.matmul.fp32_precision
-    return precision == "tf32"
 
 
 def _tile(count: int, hidden: int) -> tuple[int, int, bool]:
