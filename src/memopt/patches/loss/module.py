@@ -153,9 +153,7 @@ def look_at_heads(block: nn.Module, **options: Any) -> list[Place] | None:
     """
     running = [block, *modules_that_run()]
     # Code around a model may call its parts: then the model is the one inside that has the block.
-    around = (
-        each for each in running[-1].modules() if is_recorded(each) and any(part is block for part in each.modules())
-    )
+    around = (each for each in running[-1].modules() if is_recorded(each) and block in each.modules())
     model = next(chain(filter(is_recorded, running), around), None)
     if model is None:
         return None
