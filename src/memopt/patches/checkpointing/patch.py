@@ -109,17 +109,13 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         return RUN_AGAIN, "saves only its input and runs again in backward"
 
     def notes(self, plan: PlanView) -> Iterator[str]:
-        rules = plan.recipe.rules(CheckpointingRules)
-        if rules.is_off:
-            return
-        if not plan.sites.blocks:
+        if not plan.recipe.rules(CheckpointingRules).is_off and not plan.sites.blocks:
             yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and this model has none."
 
     def patterns(self, plan: PlanView) -> Iterator[Patterns]:
         rules = plan.recipe.rules(CheckpointingRules)
-        fields = {"blocks": rules.blocks, "offload": rules.offload, "keep": rules.keep}
-        for name, patterns in () if rules.is_off else fields.items():
-            yield Patterns(f"{rules.key}.{name}", patterns, plan.sites.blocks, "block")
+        for name in () if rules.is_off else ("blocks", "offload", "keep"):
+            yield Patterns(f"{rules.key}.{name}", getattr(rules, name), plan.sites.blocks, "block")
 
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         blocks = {block: (block,) for block in plan.sites.blocks}
