@@ -168,7 +168,7 @@ class _Waiting:
                 self._copy(self._stream, self._stored.copy_to, self._fetched)
 
     def _copy(self, stream: torch.Stream, copy: Callable[[Tensor], None], tensor: Tensor) -> None:
-        # Behind the compute stream: it may still write `tensor`, or read a tensor whose memory that of `tensor` was.
+        # Behind the compute stream: it may still write `tensor`, or read a tensor whose memory `tensor` has now.
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         with stream:
             copy(tensor)
@@ -176,8 +176,7 @@ class _Waiting:
 
     def take(self) -> Tensor:
         """The tensor on its device, for work on the current stream."""
-        if self._stream is None and not isinstance(self._stored, FakeTensor):
-            assert isinstance(self._stored, Tensor)
+        if not isinstance(self._stored, (FakeTensor, HostCopy)):
             check_version(self._stored, 0)  # a block that changes its input in place cannot run again a second time
             return self._stored
         self._place.inputs.release()
