@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -15,7 +15,6 @@ from memopt.walk.sites import LossHead, Sites
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.patches.base import Place
     from memopt.patches.checks import Check
 
 
@@ -69,7 +68,11 @@ class LossPatch(Patch, Levels, Checks, Reports):
             live.attempt(self.name, name, rewrite, linear.width, head.vocab_size, **options)
 
     def scope(self, plan: PlanView) -> InScopes:
-        return InScopes(look=functools.partial(_look, **_options(plan)) if plan.chosen(self.name) else None)
+        if not plan.chosen(self.name):
+            return InScopes()
+        from memopt.patches.loss.module import look_at_heads
+
+        return InScopes(look=functools.partial(look_at_heads, **_options(plan)))
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         from memopt.patches.loss.module import remarks_on, whole_logits
@@ -81,12 +84,6 @@ class LossPatch(Patch, Levels, Checks, Reports):
         from memopt.patches.loss.checks import verify_losses
 
         return verify_losses(modules, limit)
-
-
-def _look(block: nn.Module, **options: Any) -> Sequence[Place] | None:
-    from memopt.patches.loss.module import look_at_heads
-
-    return look_at_heads(block, **options)
 
 
 def _options(plan: PlanView) -> dict[str, Any]:
