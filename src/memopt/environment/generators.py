@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,17 +21,14 @@ def generators_kept() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     # Do not read CUDA's state before its first use: that would initialise CUDA.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with _cpu_as_default_device(), torch.random.fork_rng(devices=devices):
+    # A device that is entered is a function mode; without need there is none.
+    on_cpu = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with on_cpu, torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-def _cpu_as_default_device() -> AbstractContextManager[Any]:
-    # A device that is entered is a function mode; without need there is none.
-    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def seed_cpu(seed: int) -> None:
