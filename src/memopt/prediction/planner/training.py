@@ -17,6 +17,7 @@ from memopt.errors import ModelError
 from memopt.patches.base import Effect
 from memopt.plan.recipe import Recipe
 from memopt.prediction.cards import Card, find_card, setup_on
+from memopt.prediction.optimizers import Form
 from memopt.prediction.peak import MARGIN
 from memopt.prediction.planner.choice import Choice, Frontier
 from memopt.prediction.planner.levels import levels_of
@@ -69,32 +70,22 @@ def plan_training(
     return frontier_of(task) if budget is None else choose(task, _size(budget), approximate=recipes_with(*allow))
 
 
-def plan_step(
-    name: str,
-    of: Step,
-    budget: str | int,
-    *,
-    held: int,
-    setup: Setup | None = None,
-    trained: Counter[tuple[tuple[int, ...], torch.dtype]] | None = None,
-) -> Choice:
-    """The fastest plan for a model whose parameters and buffers take `held` bytes, whatever its config implies.
-
-    Args:
-        trained: how many trained parameters the model has of each shape and dtype, if they are checked.
+def _plan_step(name: str, of: Step, budget: str | int, setup: Setup, parameters: Sequence[Parameter]) -> Choice:
+    """The fastest plan for a model with these parameters and buffers, whatever its config implies.
 
     Raises:
-        ModelError: the parameters that the traced step trains are others.
+        ModelError: the traced step trains other parameters than the adapters of the model.
     """
     rates = find_card(budget if isinstance(budget, str) else _USUAL_CARD)
-    task = _task(name, of, replace(setup or Setup(), memory=_size(budget)), rates)
+    task = _task(name, of, replace(setup, memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
-    if trained is not None and _forms(own.trace.parameters) != trained:
+    if of.adapters is not None and _forms(own.trace.parameters) != _forms(parameters):
         raise ModelError(
             f"The adapters of {name} are trained in another way than the step that was traced for the budget.",
             "Pass a recipe instead of a budget.",
         )
-    context = own.setup.context + held - sum(each.nbytes for each in own.trace.parameters)
+    held, traced = (sum(each.nbytes for each in those) for those in (parameters, own.trace.parameters))
+    context = own.setup.context + held - traced
     return choose(replace(task, setup=replace(task.setup, context=context), keeps_batch=True), _size(budget))
 
 
@@ -187,10 +178,8 @@ def plan_model(
         adapter_fp32=precision in ("bf16", "fp16")
         and any(each.trained and each.dtype == torch.float32 for each in parameters),
     )
-    held = sum(each.nbytes for each in parameters)
     step = Step(config, training, sites, recipe, adapters=adapters)
-    trained = None if adapters is None else _forms(parameters)
-    return plan_step(type(base).__name__, step, budget, held=held, setup=run.setup, trained=trained)
+    return _plan_step(type(base).__name__, step, budget, run.setup, parameters)
 
 
 def _adapters(model: nn.Module, base: nn.Module, sites: Sites) -> Adapters | None:
@@ -220,7 +209,7 @@ def _adapters(model: nn.Module, base: nn.Module, sites: Sites) -> Adapters | Non
     )
 
 
-def _forms(parameters: Iterable[Parameter]) -> Counter[tuple[tuple[int, ...], torch.dtype]]:
+def _forms(parameters: Iterable[Parameter]) -> Counter[Form]:
     """How many trained parameters have each shape and dtype."""
     return Counter((each.shape, each.dtype) for each in parameters if each.trained)
 
