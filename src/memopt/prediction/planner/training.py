@@ -30,7 +30,6 @@ from memopt.trace.subject import default_seq, reads_tokens, step_of
 from memopt.trace.trace import parameters_of
 from memopt.trace.tracer import Tracer, trace_ahead
 from memopt.trace.training import ALL_LINEAR, Adapters, Precision, Request, Step, Training
-from memopt.walk.models.alike import places
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import is_own_code, trust_code
 from memopt.walk.observe import find_sites
@@ -189,18 +188,12 @@ def _adapters(model: nn.Module, base: nn.Module, sites: Sites) -> Adapters | Non
         return None
     layers: list[Any] = [module for module in base.modules() if getattr(module, "lora_A", None)]
     active = layers[0].active_adapters if layers else ()
-    block_at = places(sites.blocks)
-    frozen: defaultdict[int, list[object]] = defaultdict(list)
-    trained: defaultdict[int, list[object]] = defaultdict(list)
-    for name, each in base.named_parameters():
-        place = block_at(name)
-        if place >= 0:
-            form = (tuple(each.shape), each.dtype)
-            inside = name.partition(f"{sites.blocks[place]}.")[2]
-            (trained if each.requires_grad else frozen)[place].append((inside, form) if each.requires_grad else form)
+    modules = dict(base.named_modules())
     kinds: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
-    for place in range(len(sites.blocks)):
-        kinds[frozenset(Counter(frozen[place]).items())].add(frozenset(trained[place]))
+    for block in (modules[name] for name in sites.blocks if name in modules):
+        found = [(name, (tuple(each.shape), each.dtype), each.requires_grad) for name, each in block.named_parameters()]
+        frozen = Counter(form for _, form, is_trained in found if not is_trained)
+        kinds[frozenset(frozen.items())].add(frozenset(each for each in found if each[2]))
     return Adapters(
         dict(configs),
         tuple(active),
