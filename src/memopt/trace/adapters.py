@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,10 +59,7 @@ def add_adapters(
             raise
         reason = f"Adapters of rank {rank} are too large to make here."
         raise ModelError(reason, "Use a smaller --lora-rank.") from error
-    _check_outputs(model, sites)
-    if not fp32:
-        _narrow(adapted, model.dtype)
-    return adapted
+    return _finished(adapted, model, sites, fp32=fp32)
 
 
 def add_live_adapters(model: PreTrainedModel, sites: Sites, adapters: Adapters, *, fp32: bool) -> nn.Module:
@@ -106,16 +103,15 @@ def add_live_adapters(model: PreTrainedModel, sites: Sites, adapters: Adapters, 
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in adapters.trained)
+    return _finished(adapted, model, sites, fp32=fp32)
+
+
+def _finished(adapted: nn.Module, model: PreTrainedModel, sites: Sites, *, fp32: bool) -> nn.Module:
     _check_outputs(model, sites)
-    if not fp32:
-        _narrow(adapted, model.dtype)
-    return cast(nn.Module, adapted)
-
-
-def _narrow(adapted: nn.Module, dtype: torch.dtype) -> None:
-    for parameter in adapted.parameters():
+    for parameter in () if fp32 else adapted.parameters():
         if parameter.requires_grad:  # PEFT matches the base weights' dtype only if they have data.
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(model.dtype)
+    return adapted
 
 
 def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
