@@ -88,7 +88,7 @@ class Rules(Strict):
 
 
 def one_or_more(*words: str) -> BeforeValidator:
-    """Turn one pattern into a tuple of one, and a list (from JSON) into a tuple; leave the strings in `words` alone."""
+    """Turn one pattern into a tuple of one, and a list into a tuple; leave the strings in `words` alone."""
 
     def as_tuple(value: Any) -> Any:
         if isinstance(value, list):

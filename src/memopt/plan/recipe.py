@@ -119,7 +119,7 @@ def load_recipe(source: str | Path | Recipe, overrides: Iterable[str] = ()) -> R
     for override in overrides:
         _set(data, override)
     try:
-        return Recipe.model_validate(_tuples(data))
+        return Recipe.model_validate(data)
     except ValidationError as error:
         raise RecipeError(_explain(error, str(getattr(source, "name", source)))) from None
 
@@ -187,13 +187,6 @@ def _set(data: dict[str, Any], override: str) -> None:
         node[last] = parse_yaml(value)
     except ValueError as error:
         raise RecipeError(f"'--set {override}': the value is not valid YAML: {error}.") from None
-
-
-def _tuples(value: Any) -> Any:
-    """`value` with tuples for lists: YAML has only lists, and the recipe's sequences are tuples."""
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _explain(error: ValidationError, source: str) -> str:
