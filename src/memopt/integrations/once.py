@@ -61,11 +61,8 @@ class Patching:
             if before.modules:
                 logger.info("the model is already patched by recipe '%s'; it was not changed", before.recipe)
                 return
-            if self.budget is None:
-                patch(model, self.recipe, inputs=self.inputs)
-            else:
-                sizes = {"batch": self.batch or batch, "seq": self.seq or seq}
-                patch(model, self.recipe, inputs=self.inputs, budget=self.budget, run=run, **sizes)
+            sizes = {"batch": self.batch or batch, "seq": self.seq or seq}
+            patch(model, self.recipe, inputs=self.inputs, budget=self.budget, run=run, **sizes)
 
 
 @contextlib.contextmanager
