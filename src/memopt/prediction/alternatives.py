@@ -315,9 +315,8 @@ class _Answer:
             for (_, candidate), (_, twin) in zip(steps[::2], steps[1::2], strict=True):
                 better = candidate if candidate.at().total < twin.at().total else twin
                 if better.at().needs <= memory:
-                    how = f"; {better.how}" if better.how else ""
-                    limit = f"; {better.at().limit_advice}" if better.at().limit_advice else ""
-                    return f"{better.name} with {words} fits: {gib(better.at().total)}{how}{limit}"
+                    fits = f"{better.name} with {words} fits: {gib(better.at().total)}"
+                    return "; ".join(filter(None, (fits, better.how, better.at().limit_advice)))
         int8 = ways.get("memopt, int8")
         if int8 is not None and int8.fits(memory):
             return f"int8 fits: {gib(int8.total)}, approximate; {int8.how}"
