@@ -133,9 +133,7 @@ def summary(model: nn.Module) -> Summary:
         for owner, names in others.items()
     ]
     remarks += [line for patch in having(Reports) for line in patch.remarks(model)]
-    record = record_of(model)
-    remarks += () if record is None else record.plan.idle
-    return summarize(swapped - sum(map(len, others.values())), record, remarks)
+    return summarize(swapped - sum(map(len, others.values())), record_of(model), remarks)
 
 
 @generators_kept()

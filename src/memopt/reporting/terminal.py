@@ -160,7 +160,7 @@ class Summary:
     refused: tuple[tuple[str, str], ...] = ()
     """(module, reason) of planned rewrites that could not be applied."""
     remarks: tuple[str, ...] = ()
-    """Settings of the model itself that concern the patches."""
+    """Settings of the model itself that concern the patches, and patterns of the recipe that match nothing."""
 
     @property
     def recipe(self) -> str | None:
@@ -194,11 +194,11 @@ class Summary:
     __repr__ = __str__
 
 
-def summarize(modules: int, record: Record | None, remarks: Iterable[str] = ()) -> Summary:
+def summarize(modules: int, record: Record | None, remarks: Iterable[str]) -> Summary:
     """Summary of a model with `modules` patched modules and the record that it carries."""
     if record is None:
         return Summary(modules)
-    return Summary(modules, record.plan, record.refused, tuple(remarks))
+    return Summary(modules, record.plan, record.refused, (*remarks, *record.plan.idle))
 
 
 @dataclass(frozen=True)
