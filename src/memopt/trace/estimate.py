@@ -214,11 +214,9 @@ def build_trained(
     if model.config._attn_implementation in FLASH and (autocast or weights) == torch.float32:
         raise ModelError("FlashAttention takes 16-bit tensors, and the precision is fp32.", "Use --precision bf16.")
     shrink(model)
-    model.train(training.dropout)
     trained: nn.Module = model
     if of.adapters is not None:
         trained = add_live_adapters(model, of.sites, of.adapters, fp32=training.adapter_fp32)
-        trained.train(training.dropout)
     elif training.has_adapters:
         fp32 = training.adapter_fp32 or training.train == "qlora"
         trained = add_adapters(
@@ -229,7 +227,7 @@ def build_trained(
             dropout=training.lora_dropout,
             fp32=fp32,
         )
-        trained.train(training.dropout)
+    trained.train(training.dropout)
     if training.checkpointing == "full":
         _checkpoint(model)
     return Built(model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched])
