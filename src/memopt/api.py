@@ -73,15 +73,16 @@ def patch(
         raise NegativeVerdict("The model is already patched.", "Call memopt.unpatch(model) first.")
     rules = memory_recipe(recipe)
     _check_values(model)
+    planned: list[str] = []
     with generators_kept():
         if budget is not None:
-            rules = _within(model, budget, rules, batch, seq, run)
+            rules, *planned = _within(model, budget, rules, batch, seq, run)
         plan = plan_for(model, rules, inputs=inputs)
         applied = apply(model, plan)
         _finish(model, applied, given=inputs is not None)
         done, name = applied.plan.done, type(model).__name__
         undo_it = "memopt.summary(model) says more, memopt.unpatch(model) undoes it"
-        _say(model, f"patched {name} by recipe '{applied.plan.recipe.name}': {done}; {undo_it}")
+        _say(model, *planned, f"patched {name} by recipe '{applied.plan.recipe.name}': {done}; {undo_it}")
     return model
 
 
@@ -246,20 +247,19 @@ def _check_values(model: nn.Module) -> None:
 
 def _within(
     model: nn.Module, budget: str | int, rules: Recipe, batch: int | None, seq: int | None, run: Run | None
-) -> Recipe:
-    """The recipe of the fastest plan that fits; warns if the plan needs smaller micro-batches."""
+) -> tuple[Recipe, str]:
+    """The recipe of the fastest plan that fits, and what it is for; warns if the plan needs smaller micro-batches."""
     from memopt.prediction.planner.training import plan_model
 
     choice = plan_model(model, budget, rules, batch=batch, seq=seq, run=run)
     plan = choice.plan
-    _logger.info("planned for: %s", choice.training)
     if plan.accumulation > choice.setup.accumulation:
         warnings.warn(
             f"A batch of {batch} rows fits in the budget only as {plan.accumulation} micro-batches: train with "
             f"per_device_train_batch_size={plan.batch}, gradient_accumulation_steps={plan.accumulation}.",
             stacklevel=3,
         )
-    return plan.recipe
+    return plan.recipe, f"planned for: {choice.training}"
 
 
 def _walk(model: nn.Module, inputs: Mapping[str, Any] | None) -> Sites:
@@ -296,7 +296,7 @@ def _same_norm(name: str, folded: frozenset[str]) -> str | None:
 
 
 def _say(model: nn.Module, *lines: str) -> None:
-    """Log `lines` and the plan's notes, and warn of patterns that match nothing and of settings of the model."""
+    """Log `lines`, and the notes of a recipe that was chosen; warn of idle patterns and of settings of the model."""
     if not _logger.hasHandlers():  # logging is not configured, so it shows only warnings
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("memopt: %(message)s"))
@@ -304,7 +304,8 @@ def _say(model: nn.Module, *lines: str) -> None:
         if _logger.level == logging.NOTSET:
             _logger.setLevel(logging.INFO)
     of = summary(model)
-    for line in (*lines, *of.notes):
+    is_default = of.plan is None or of.plan.recipe == memory_recipe(DEFAULT_MEMORY_RECIPE)
+    for line in lines if is_default else (*lines, *of.notes):
         _logger.info("%s", line)
     warn_once(model, of.remarks)
 

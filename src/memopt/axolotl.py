@@ -7,6 +7,7 @@ memopt_recipe: exact-levels   # optional, like memopt_budget: 24GiB
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
@@ -38,5 +39,5 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         """Patch `model`; raises the errors of `memopt.patch`."""
         own = Arguments(**{key: cfg[key] for key in Arguments.model_fields if cfg.get(key) is not None})
         patching = Patching(own.memopt_recipe, budget=own.memopt_budget)
-        run = None if own.memopt_budget is None else run_of_axolotl(cfg)
+        run = functools.partial(run_of_axolotl, cfg)
         patching.patch_once(model, batch=cfg.get("micro_batch_size"), seq=cfg.get("sequence_len"), run=run)

@@ -17,6 +17,7 @@ from memopt.patches.compression.compressor import Compressor
 from memopt.recompute.rules import FAMILIES
 from memopt.saved import RecomputeScope
 from memopt.saved.whole import kept_whole, saving
+from tests.factories import tiny_inputs, tiny_model
 
 TOKENS, WIDTH, OUTLIER = 16, 128, 50.0
 Function = Callable[[Tensor], Tensor]
@@ -145,3 +146,13 @@ def test_blocks_without_a_module_for_their_mlp_stay_exact_and_a_note_says_it() -
     assert any("2 blocks have no module for their MLP" in note for note in plan.notes)
     exact, actual = (gradients(memopt.patch(copy.deepcopy(stock), name)) for name in ("exact-unfolded", "mesa"))
     torch.testing.assert_close(actual, exact, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("part", ["block", "MLP"])
+def test_compiled_code_inside_has_one_graph(part: str) -> None:
+    model = memopt.patch(tiny_model("opt" if part == "block" else "llama").train(), "int8")
+    blocks = model.model.decoder.layers if part == "block" else [layer.mlp for layer in model.model.layers]
+    for each in blocks:
+        each.compile(backend="aot_eager", fullgraph=part == "MLP")
+    model(**tiny_inputs("opt")).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -210,7 +210,7 @@ def _say_overridden(request: Request, planned: Recipe) -> None:
         section, _, name = key.partition(".")
         before, after = (recipe[section][name] if name else recipe[section] for recipe in (given, changed))
         if before != after:
-            common.note(f"note: the plan needs {key}={after}, in place of {before} from --set.")
+            common.note(f"note: the plan has {key}={after}, in place of {before} from --set.")
 
 
 def _write_plan(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> list[str]:

@@ -19,10 +19,7 @@ def run_of(args: Any) -> Run:
     if args.world_size > 1:
         stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
         sharding: Sharding = _ZERO.get(stage) or ("fsdp" if getattr(args, "fsdp", None) else "ddp")
-        try:
-            setup = replace(setup, sharding=sharding, devices=args.world_size)
-        except UsageError:  # not predicted with this optimizer
-            left_out.append(f"{sharding} over {args.world_size} devices")
+        setup = _sharded(setup, sharding, args.world_size, left_out)
     elif args.n_gpu > 1:
         left_out.append(f"DataParallel over {args.n_gpu} devices")
     return _run(setup, args.bf16, args.fp16, args.gradient_checkpointing, left_out)
@@ -32,7 +29,11 @@ def run_of_axolotl(cfg: Any) -> Run:
     """How axolotl runs the steps of this configuration; logs a warning about what a plan does not count."""
     optimizer = str(cfg.get("optimizer") or "adamw_torch_fused")
     setup, left_out = _optimized(optimizer, int(cfg.get("gradient_accumulation_steps") or 1))
-    left_out += [key for key in ("deepspeed", "fsdp", "fsdp_config") if cfg.get(key)]
+    sharded = [key for key in ("deepspeed", "fsdp", "fsdp_config") if cfg.get(key)]
+    left_out += sharded
+    devices = int(cfg.get("world_size") or 1)
+    if devices > 1 and not sharded:
+        setup = _sharded(setup, "ddp", devices, left_out)
     return _run(setup, cfg.get("bf16"), cfg.get("fp16"), cfg.get("gradient_checkpointing"), left_out)
 
 
@@ -41,6 +42,14 @@ def _optimized(name: str, accumulation: int) -> tuple[Setup, list[str]]:
     if name in _OPTIMIZERS:
         return Setup(_OPTIMIZERS[name], accumulation=accumulation), []
     return Setup(accumulation=accumulation), [f"optimizer {name}"]
+
+
+def _sharded(setup: Setup, sharding: Sharding, devices: int, left_out: list[str]) -> Setup:
+    try:
+        return replace(setup, sharding=sharding, devices=devices)
+    except UsageError:  # not predicted with this optimizer
+        left_out.append(f"{sharding} over {devices} devices")
+        return setup
 
 
 def _run(setup: Setup, bf16: object, fp16: object, checkpointing: object, left_out: list[str]) -> Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,14 @@ class Patching:
         *,
         batch: int | None = None,
         seq: int | None = None,
-        run: Run | None = None,
+        run: Callable[[], Run] | None = None,
         say: bool = True,
     ) -> None:
         """Patch `model` and log it; a model that is already patched is not changed.
 
         Args:
             batch, seq: the trainer's sizes, for `budget`, where this object has none.
-            run: how the trainer runs its steps, for `budget`.
+            run: gives how the trainer runs its steps; called for a `budget`.
             say: whether this process logs.
         """
         check_is_module(model)
@@ -62,7 +62,8 @@ class Patching:
                 logger.info("the model is already patched by recipe '%s'; it was not changed", before.recipe)
                 return
             sizes = {"batch": self.batch or batch, "seq": self.seq or seq}
-            patch(model, self.recipe, inputs=self.inputs, budget=self.budget, run=run, **sizes)
+            of = None if run is None or self.budget is None else run()
+            patch(model, self.recipe, inputs=self.inputs, budget=self.budget, run=of, **sizes)
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ class TrainerCallback(transformers.TrainerCallback):
             model,
             batch=args.per_device_train_batch_size,
             seq=getattr(args, "max_length", None),
-            run=None if self._patching.budget is None else run_of(args),
+            run=functools.partial(run_of, args),
             say=state.is_local_process_zero,
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 #: Functions whose backward has a jump in what they save, without underscores at the ends of their names.
@@ -25,9 +26,10 @@ _JUMPS = """
 """
 #: Functions whose backward has a pole in it.
 _POLES = """
-    acos acosh addcdiv arccos arccosh arcsin arctan2 arctanh asin atan2 atanh cumprod digamma div divide erfinv hypot
-    idiv itruediv lgamma log log10 log1p log2 logit prod rdiv reciprocal rsqrt rtruediv softsign sqrt true_divide
-    truediv xlogy
+    acos acosh addcdiv arccos arccosh arcsin arctan2 arctanh asin atan2 atanh cdist cosine_similarity cumprod
+    digamma div divide erfinv hypot idiv itruediv lgamma linalg_norm linalg_vector_norm log log10 log1p log2 logit
+    norm normalize pairwise_distance prod rdiv reciprocal renorm rsqrt rtruediv softsign sqrt std std_mean
+    true_divide truediv vector_norm xlogy
 """
 _ROUGH = frozenset((_JUMPS + _POLES).split())
 _POWERS = frozenset({"float_power", "ipow", "pow"})
@@ -45,7 +47,13 @@ saving = _Saving()
 
 @contextlib.contextmanager
 def kept_whole() -> Iterator[None]:
-    """Inside, scopes that compress keep saved tensors whole, except those of operations of PyTorch that need it not."""
+    """Inside, scopes that compress keep saved tensors whole, except those of operations of PyTorch that need it not.
+
+    Compiled code saves what the compiler decides, and would have a guard on the flag of the thread.
+    """
+    if is_compiling():
+        yield
+        return
     before, saving.whole = saving.whole, True
     try:
         yield
@@ -74,6 +82,8 @@ class FollowedHooks(saved_tensors_hooks):
 class _Following(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_compiling():
+            return func(*args, **kwargs)
         before, saving.whole = saving.whole, _is_rough(func, args, kwargs)
         try:
             return func(*args, **kwargs)

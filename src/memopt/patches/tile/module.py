@@ -96,7 +96,11 @@ def patch_tiles(module: nn.Module, numbers: int, room: int, at_once: int = 0) ->
     if layer is not None:
         restore_forward(module)
     rewrite = TileRewrite(numbers, room, at_once, layer, gather_at_once(module))
-    swap_forward(module, _forward, rewrite, None if layer is None else layer.reads)
+    try:
+        swap_forward(module, _forward, rewrite, None if layer is None else layer.reads)
+    except ValueError:
+        gather_at_once(module, rewrite.is_leaf)
+        raise
 
 
 def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -70,6 +70,8 @@ def cheapest(model: BlockModel, limit: int) -> tuple[int, ...] | None:
     """
     if model.floor > limit:
         return None
+    if model.peak(model.fastest) <= limit:
+        return model.fastest  # of equally fast options the first: it needs no copies to CPU memory
     saved, time, order = (np.zeros(1, np.int64) for _ in range(3))
     steps: list[tuple[np.ndarray, np.ndarray]] = []
     for options in model.blocks:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memopt.environment.generators import generators_kept
-from memopt.errors import ModelError
+from memopt.errors import ModelError, UsageError
 from memopt.patches.base import Effect
 from memopt.plan.recipe import Recipe
 from memopt.prediction.cards import Card, find_card, setup_on
@@ -107,7 +107,11 @@ def _task(name: str, of: Step, setup: Setup, card: Card) -> Task:
 
 
 def _size(budget: str | int) -> int:
-    return find_card(budget).memory if isinstance(budget, str) else budget
+    if isinstance(budget, str):
+        return find_card(budget).memory
+    if type(budget) is not int or budget <= 0:
+        raise UsageError(f"A budget is a number of bytes, a size or a card, not {budget!r}.", "Give '24GiB', for one.")
+    return budget
 
 
 def plan_model(
