@@ -127,7 +127,7 @@ class ScopeRewrite:
     prepare: Prepare | None = None
     """Called with the module when linears inside were exchanged; it lets them read recompute specs. None if tensors
     are kept as codes, samples or in fewer bits: the scope is then always open, because it must see every reader."""
-    look: Look | None = None
+    look: Look | None = field(default=None, compare=False)
     """Called with the module, as `memopt.patches.base.InScopes.look` says."""
     modes: tuple[Mode, ...] = ()
     """The contexts around the forward, with and without gradients."""

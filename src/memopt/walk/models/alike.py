@@ -118,8 +118,12 @@ def _signature(block: nn.Module) -> Hashable:
 
 
 def _state(rewrite: object) -> dict[str, Any]:
-    """The fields of the object that a patch stored on a module: a dataclass, or a plain value."""
-    return vars(rewrite) if hasattr(rewrite, "__dict__") else {"": rewrite}
+    """The fields of the object that a patch stored on a module: a dataclass, or a plain value. Fields that do not count
+    when dataclasses are compared do not count here."""
+    fields = getattr(rewrite, "__dataclass_fields__", None)
+    if fields is None:
+        return vars(rewrite) if hasattr(rewrite, "__dict__") else {"": rewrite}
+    return {name: getattr(rewrite, name, None) for name, each in fields.items() if each.compare}
 
 
 def _settings(values: dict[str, Any], deep: int = 0) -> Hashable:
@@ -130,6 +134,5 @@ def _settings(values: dict[str, Any], deep: int = 0) -> Hashable:
         elif value is None or (isinstance(value, int | float) and not _POSITION.search(key)):
             found.append((key, value))
         elif deep and hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-            fields = {name: getattr(value, name, None) for name in value.__dataclass_fields__}
-            found.append((key, type(value), _settings(fields, deep - 1)))
+            found.append((key, type(value), _settings(_state(value), deep - 1)))
     return tuple(found)
