@@ -82,7 +82,13 @@ def patch(
         _finish(model, applied, given=inputs is not None)
         done, name = applied.plan.done, type(model).__name__
         undo_it = "memopt.summary(model) says more, memopt.unpatch(model) undoes it"
-        _say(model, *planned, f"patched {name} by recipe '{applied.plan.recipe.name}': {done}; {undo_it}")
+        is_chosen = recipe != DEFAULT_MEMORY_RECIPE
+        _say(
+            model,
+            *planned,
+            f"patched {name} by recipe '{applied.plan.recipe.name}': {done}; {undo_it}",
+            notes=is_chosen,
+        )
     return model
 
 
@@ -227,7 +233,7 @@ def load(
         model = from_pretrained(cls, directory, **kwargs)
     if not done:
         patched(model)
-    _say(model)
+    _say(model, notes=bool(unfolded.effects))
     return model
 
 
@@ -295,8 +301,8 @@ def _same_norm(name: str, folded: frozenset[str]) -> str | None:
     return name if name in folded else next(same, None)
 
 
-def _say(model: nn.Module, *lines: str) -> None:
-    """Log `lines`, and the notes of a recipe that was chosen; warn of idle patterns and of settings of the model."""
+def _say(model: nn.Module, *lines: str, notes: bool) -> None:
+    """Log `lines`, and the plan's `notes`; warn of idle patterns and of settings of the model."""
     if not _logger.hasHandlers():  # logging is not configured, so it shows only warnings
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("memopt: %(message)s"))
@@ -304,8 +310,7 @@ def _say(model: nn.Module, *lines: str) -> None:
         if _logger.level == logging.NOTSET:
             _logger.setLevel(logging.INFO)
     of = summary(model)
-    is_default = of.plan is None or of.plan.recipe == memory_recipe(DEFAULT_MEMORY_RECIPE)
-    for line in lines if is_default else (*lines, *of.notes):
+    for line in (*lines, *of.notes) if notes else lines:
         _logger.info("%s", line)
     warn_once(model, of.remarks)
 

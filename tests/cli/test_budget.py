@@ -99,7 +99,7 @@ def test_the_page_shows_the_plan_and_a_note_names_keys_of_set_that_the_plan_chan
     assert main(["report", str(tmp_path), *line, "--html", str(tmp_path / "page.html")]) == 0
     assert [each.step.recipe for each in drawn] == [RECIPE]
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: the plan")]
-    assert notes == ["note: the plan needs checkpointing.method=full, in place of none from --set."]
+    assert notes == ["note: the plan has checkpointing.method=full, in place of none from --set."]
 
 
 def test_a_frontier_is_of_one_card(capsys: pytest.CaptureFixture[str]) -> None:

@@ -309,6 +309,7 @@ def works(arguments):
     return 0
 
 main.main = works
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
 try:
     main.run()
 except KeyboardInterrupt:
