@@ -82,13 +82,8 @@ def patch(
         _finish(model, applied, given=inputs is not None)
         done, name = applied.plan.done, type(model).__name__
         undo_it = "memopt.summary(model) says more, memopt.unpatch(model) undoes it"
-        is_chosen = recipe != DEFAULT_MEMORY_RECIPE
-        _say(
-            model,
-            *planned,
-            f"patched {name} by recipe '{applied.plan.recipe.name}': {done}; {undo_it}",
-            notes=is_chosen,
-        )
+        said = f"patched {name} by recipe '{applied.plan.recipe.name}': {done}; {undo_it}"
+        _say(model, *planned, said, notes=recipe != DEFAULT_MEMORY_RECIPE)
     return model
 
 

@@ -15,6 +15,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 import memopt
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
+from memopt.integrations.arguments import run_of_axolotl
+from memopt.integrations.once import Patching
 from memopt.patches.apply import is_patched
 from memopt.prediction.setup import Run, Setup
 from memopt.sampling import IndexedDataset
@@ -219,6 +221,24 @@ def test_a_plan_for_a_budget_counts_the_arguments_of_the_trainer(
     trainer(tmp_path, tiny_model("llama"), memopt.TrainerCallback(budget="1GiB", seq=12), **settings)
     assert given["run"] == run
     assert ("does not count optimizer rmsprop" in caplog.text) is ("rmsprop" in settings.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "sharding", "devices"),
+    [({}, "none", 1), ({"world_size": 4}, "ddp", 4), ({"world_size": 4, "deepspeed": "zero3.json"}, "none", 1)],
+)
+def test_a_plan_counts_the_devices_of_axolotl(settings: dict[str, Any], sharding: str, devices: int) -> None:
+    run = run_of_axolotl({"optimizer": "sgd", "gradient_accumulation_steps": 2, **settings})
+    assert (run.setup.sharding, run.setup.devices, run.setup.accumulation) == (sharding, devices, 2)
+
+
+def test_a_run_is_not_asked_for_where_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> Run:
+        raise AssertionError
+
+    Patching().patch_once(tiny_model("llama"), run=run)
+    model = memopt.patch(tiny_model("llama"))
+    Patching(budget="1GiB").patch_once(model, run=run)
 
 
 @pytest.mark.parametrize("indexed", [True, False])

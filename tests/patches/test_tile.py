@@ -396,6 +396,14 @@ def test_a_module_that_computes_little_is_no_site():
     assert numbers_by_row(MLP(nn.Dropout(0.5)), 8) == 40
 
 
+def test_a_module_that_is_refused_keeps_no_mark_for_zero():
+    module = MLP()
+    module.forward = module.forward
+    with pytest.raises(ValueError, match="its forward was replaced"):
+        patch_tiles(module, 40, 1 << 20)
+    assert "_z3_leaf" not in vars(module)
+
+
 def test_a_recipe_that_finds_none_says_so():
     model = tiny_model("bert")  # its feed-forward layer is no module of its own
     plan = memopt.plan_for(model, load_recipe("exact-unfolded", ["tiles.method=tokens"]))

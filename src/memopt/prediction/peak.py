@@ -88,9 +88,9 @@ class Prediction:
         limit = self._limit
         if limit is None or not self.reserved <= limit < self.usual:
             return ""
-        # PyTorch rounds fraction times memory down, so one byte more is asked for.
         expandable = replace(self, setup=replace(self.setup, expandable_segments=True))
         instead = " or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if expandable.usual <= limit else ""
+        # PyTorch rounds a fraction of the memory down, so one byte more is asked for.
         return (
             f"partly used segments would take {gib(self.usual)}; it fits with "
             f"torch.cuda.set_per_process_memory_fraction({self.reserved + 1} / torch.cuda.mem_get_info()[1]){instead}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.errors import ModelError, NegativeVerdict
+from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import plan, training
 from memopt.prediction.planner.choice import Choice
@@ -57,6 +57,18 @@ def test_a_budget_that_nothing_fits_leaves_the_model_as_it_was() -> None:
     with pytest.raises(NegativeVerdict, match=r"No exact plan of LlamaForCausalLM fits in 100 MiB"):
         memopt.patch(model, budget="100MiB", seq=32)
     assert not memopt.summary(model).modules
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, True])
+def test_a_budget_that_is_no_size_is_refused(budget: Any) -> None:
+    with pytest.raises(UsageError, match="A budget is a number of bytes, a size or a card, not"):
+        memopt.patch(tiny_model("llama"), budget=budget, seq=32)
+
+
+def test_the_log_says_what_was_planned_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "memopt"):
+        memopt.patch(tiny_model("llama"), budget="24GiB", batch=2, seq=32)
+    assert caplog.messages[0].startswith("planned for: batch 2 x 32 tokens, fp32")
 
 
 class Seen(Exception):

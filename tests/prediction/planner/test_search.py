@@ -78,6 +78,12 @@ def test_of_equal_plans_the_first_blocks_save_the_least() -> None:
     assert cheapest(model, 44) == (1, 1, 0, 0, 0, 0)
 
 
+def test_of_equal_options_that_fit_the_first_is_taken_though_a_later_one_saves_less() -> None:
+    model = BlockModel(((Option(10, 10, 1), Option(2, 10, 1)),) * 6)
+    assert cheapest(model, 100) == (0,) * 6
+    assert 1 in cheapest(model, 40)
+
+
 def test_eighty_blocks_of_six_levels_take_no_time() -> None:
     unit = 1 << 24
     options = tuple(

@@ -66,12 +66,13 @@ class BlockModel:
 def cheapest(model: BlockModel, limit: int) -> tuple[int, ...] | None:
     """The fastest options whose peak is at most `limit` bytes; None if no options fit.
 
-    Among equally fast options, those that save the least in the first blocks, which backward frees last.
+    Among equally fast options the first ones, if these fit (they need no copies to CPU memory); else those that save
+    the least in the first blocks, which backward frees last.
     """
     if model.floor > limit:
         return None
     if model.peak(model.fastest) <= limit:
-        return model.fastest  # of equally fast options the first: it needs no copies to CPU memory
+        return model.fastest
     saved, time, order = (np.zeros(1, np.int64) for _ in range(3))
     steps: list[tuple[np.ndarray, np.ndarray]] = []
     for options in model.blocks:
