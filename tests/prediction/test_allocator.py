@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 
@@ -78,23 +79,37 @@ def test_a_large_block_keeps_a_rest_of_up_to_one_mebibyte() -> None:
     assert reserved([], events(*order)) == 60 * MIB
 
 
+def random_step(chance: random.Random, count: int, most: int) -> Sequence[Event]:
+    """`count` allocations and frees with up to `most` storages alive, which are freed in the end."""
+    order: list[tuple[Storage, bool]] = []
+    alive: list[Storage] = []
+    for _ in range(count):
+        if alive and chance.random() < len(alive) / most:
+            order.append((alive.pop(chance.randrange(len(alive))), False))
+        else:
+            alive.append(storage(chance.randrange(1, 40) * MIB))
+            order.append((alive[-1], True))
+    return events(*order, *((each, False) for each in alive))
+
+
 def test_the_least_limit_is_the_smallest_on_which_the_steps_fit() -> None:
     chance = random.Random(0)
     above = 0
     for _ in range(15):
-        order: list[tuple[Storage, bool]] = []
-        alive: list[Storage] = []
-        for _ in range(50):
-            if alive and chance.random() < len(alive) / 8:
-                order.append((alive.pop(chance.randrange(len(alive))), False))
-            else:
-                alive.append(storage(chance.randrange(1, 40) * MIB))
-                order.append((alive[-1], True))
-        step = events(*order, *((each, False) for each in alive))
+        step = random_step(chance, 50, 8)
         fitting = [limit for limit in range(0, 1000, 2) if reserved([], step, limit=limit * MIB) <= limit * MIB]
         assert least_limit([], step) == fitting[0] * MIB
         above += len(fitting) < (1000 - fitting[0]) // 2
     assert above  # some steps fit a device and not every larger one
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_least_limit_of_a_long_step_is_found_though_many_limits_are_too_low(seed: int) -> None:
+    step = random_step(random.Random(seed), 2000, 300)
+    live = max(accumulate(event.change for event in step))
+    limits = (live + live * percent // 100 for percent in range(40))
+    fitting = next(limit for limit in limits if reserved([], step, limit=limit) <= limit)
+    assert live < least_limit([], step) <= 1.02 * fitting
 
 
 def test_the_least_limit_of_expandable_segments_is_what_they_hold() -> None:

@@ -23,10 +23,13 @@ _SMALL_SEGMENT = 2 << 20
 _LARGE_SEGMENT = 20 << 20
 _LEAST_OWN = 10 << 20
 _ROUND_OWN = 2 << 20
-#: The most limits that are tried to find the smallest one.
-_TRIES = 24
+#: The most limits that are tried to find one on which steps fit, and then a smaller one.
+_TRIES, _BISECTIONS = 10, 4
 #: First addresses of the two pools. Addresses identify segments and blocks, as on a device.
 SMALL_POOL, LARGE_POOL = 1 << 46, 1 << 47
+#: Bits of an address, and a number with all of them.
+_ADDRESS_BITS = 48
+_ADDRESS = (1 << _ADDRESS_BITS) - 1
 
 
 def rounded(nbytes: int) -> int:
@@ -61,32 +64,42 @@ def reserved(
 
 
 def least_limit(resident: Sequence[Storage], events: Sequence[Event], *, expandable: bool = False) -> int:
-    """The fewest bytes of a device on which two steps fit.
+    """The fewest bytes of a device on which two steps fit, or little more.
 
     On a larger device segments are released later, so that the steps may not fit it. So this runs the steps with their
-    live bytes as the limit, then with the smallest limit that changes a release, and so on. If none of `_TRIES` limits
-    is enough, it is the device with room for every segment.
+    live bytes as the limit, then with the smallest limit that changes a release, and so on, in strides that double from
+    0.1 % of the live bytes. Then it tries `_BISECTIONS` limits between the first that is enough and the one before it.
+    If none is enough, it is the device with room for every segment.
     """
-    live = accumulate((event.change for event in events), initial=sum(each.nbytes for each in resident))
-    limit: int | None = max(live)
-    for _ in range(_TRIES):
-        allocator = Allocator(expandable=expandable, limit=limit)
-        if _fits(allocator, resident, events):
-            return allocator.most
-        limit = allocator.next
-    return reserved(resident, events, expandable=expandable)
+    live = max(accumulate((event.change for event in events), initial=sum(each.nbytes for each in resident)))
+    limit = low = live
+    for number in range(_TRIES):
+        most, higher = _most(Allocator(expandable=expandable, limit=limit), resident, events)
+        if most is not None:
+            break
+        low, limit = higher, max(higher, live + (live >> 10 << number))
+    else:
+        return reserved(resident, events, expandable=expandable)
+    limit = low
+    for _ in range(_BISECTIONS):
+        if limit >= most:
+            break
+        less, higher = _most(Allocator(expandable=expandable, limit=limit), resident, events)
+        most, low = (most, higher) if less is None else (less, low)
+        limit = (low + most) // 2
+    return most
 
 
-def _fits(allocator: Allocator, resident: Iterable[Storage], events: Sequence[Event]) -> bool:
-    """Whether two steps fit on a device of ``allocator.most`` bytes; if not, they fit on none below `next` either."""
+def _most(allocator: Allocator, resident: Iterable[Storage], events: Sequence[Event]) -> tuple[int | None, int]:
+    """The bytes that two steps hold, or None if they do not fit; then they fit on no device below the second number."""
     for storage in resident:
         allocator.allocate(storage)
     for storage, allocated, _ in chain(events, events):
         if not allocated:
             allocator.free(storage)
         elif allocator.allocate(storage) and allocator.next is not None and allocator.most >= allocator.next:
-            return False
-    return True
+            return None, allocator.next
+    return allocator.most, 0
 
 
 class Allocator:
@@ -112,17 +125,21 @@ class Allocator:
             return 0
         size = rounded(storage.nbytes)
         pool = self._pools[size > _SMALL]
+        block = self._blocks[storage] = pool.fitting(size) or self._added(pool, size)
+        return block.address
+
+    def _added(self, pool: _Pool, size: int) -> _Block:
+        """A block for `size` in a new segment of `pool`, or at the end of its one that grows."""
         more = pool.more(size)
-        if more and self.limit is not None and (wanted := self.reserved + more) > self.limit:
+        if self.limit is not None and (wanted := self.reserved + more) > self.limit:
             for each in self._pools:
                 each.release()
             if self.reserved + more < wanted:
                 self.next = wanted if self.next is None else min(self.next, wanted)
-        block = self._blocks[storage] = pool.allocate(size)
-        if more:
-            self.most = max(self.most, self.reserved)
-            self.limit = None if self.limit is None else max(self.limit, self.most)
-        return block.address
+        block = pool.added(size)
+        self.most = max(self.most, self.reserved)
+        self.limit = None if self.limit is None else max(self.limit, self.most)
+        return block
 
     def free(self, storage: Storage) -> int:
         """Free the block of `storage`; returns its address."""
@@ -144,7 +161,7 @@ class Allocator:
         return [(address, size, held.get(address)) for address, size in found]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Block:
     """A part of a segment, linked to its neighbours."""
 
@@ -155,11 +172,12 @@ class _Block:
     after: _Block | None = None
 
     @property
-    def key(self) -> tuple[int, int]:
-        return self.size, self.address
+    def key(self) -> int:
+        """Orders blocks by size, then by address; one number is compared faster than a pair."""
+        return self.size << _ADDRESS_BITS | self.address
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pool:
     segment: int
     expandable: bool
@@ -169,37 +187,41 @@ class _Pool:
     """Offset of the next segment from `base`."""
     segments: dict[int, int] = field(default_factory=dict)
     """Address -> bytes."""
-    _free: list[tuple[int, int]] = field(default_factory=list)
-    """(size, address) of the free blocks, sorted: the best fit is the first that is large enough."""
+    _free: list[int] = field(default_factory=list)
+    """Keys of the free blocks, sorted: the best fit is the first that is large enough."""
     at: dict[int, _Block] = field(default_factory=dict)
     """Address -> block."""
     _last: _Block | None = None
     """The block at the end of an expandable segment."""
 
-    def allocate(self, size: int) -> _Block:
-        place = bisect_left(self._free, (size, -1))
-        if place < len(self._free):
-            block = self.at[self._free.pop(place)[1]]
-        else:
-            block = self._grown(size) if self.expandable else self._added(self._segment_of(size))
+    def fitting(self, size: int) -> _Block | None:
+        """The smallest free block that holds `size`, or its part of this size; None if no free block is so large."""
+        free = self._free
+        place = bisect_left(free, size << _ADDRESS_BITS)
+        return self._used(self.at[free.pop(place) & _ADDRESS], size) if place < len(free) else None
+
+    def added(self, size: int) -> _Block:
+        """A block of `size` in a new segment, or at the end of the segment that grows."""
+        return self._used(self._grown(size) if self.expandable else self._segment(self._segment_of(size)), size)
+
+    def _used(self, block: _Block, size: int) -> _Block:
         rest = block.size - size
         # A large block is split only if more than 1 MiB of it is left (should_split).
-        if rest >= _ROUND if self.segment == _SMALL_SEGMENT or self.expandable else rest > _SMALL:
+        if rest > _SMALL or (rest >= _ROUND and (self.expandable or self.segment == _SMALL_SEGMENT)):
             self._split(block, size)
         block.is_free = False
         return block
 
     def more(self, size: int) -> int:
-        """Bytes of the new segment for a block of `size`; 0 if a free block holds it, 1 if a segment grows."""
-        if bisect_left(self._free, (size, -1)) < len(self._free):
-            return 0
+        """Bytes of the new segment for a block of `size`; 1 if a segment grows."""
         return 1 if self.expandable else self._segment_of(size)
 
     def release(self) -> None:
         """Release the segments that hold no tensor, unless they are expandable."""
-        for size, address in list(self._free):
-            if self.segments.get(address) == size and not self.expandable:
-                self._free.remove((size, address))
+        for key in () if self.expandable else tuple(self._free):
+            size, address = key >> _ADDRESS_BITS, key & _ADDRESS
+            if self.segments.get(address) == size:
+                self._free.remove(key)
                 del self.at[address], self.segments[address]
                 self.reserved -= size
 
@@ -242,7 +264,7 @@ class _Pool:
     def _grown(self, size: int) -> _Block:
         last = self._last
         missing = size - (last.size if last is not None and last.is_free else 0)
-        added = self._added(-(-missing // self.segment) * self.segment)
+        added = self._segment(-(-missing // self.segment) * self.segment)
         added.before = last
         if last is None:
             return added
@@ -253,7 +275,7 @@ class _Pool:
         self._join(last, added)
         return last
 
-    def _added(self, nbytes: int) -> _Block:
+    def _segment(self, nbytes: int) -> _Block:
         block = _Block(self.base + self.end, nbytes)
         segment = self.base if self.expandable else block.address
         self.end += nbytes

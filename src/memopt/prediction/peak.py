@@ -15,11 +15,12 @@ from memopt.prediction.allocator import least_limit, reserved
 from memopt.prediction.headline import gib
 from memopt.prediction.optimizers import EIGHT_BITS, Form, follow
 from memopt.prediction.setup import OPTIMIZERS, Setup
-from memopt.prediction.sharding import block_of, shard
+from memopt.prediction.sharding import shard
 from memopt.saved.host import host_bytes
 from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_of
 from memopt.trace.trace import trace
 from memopt.trace.training import Step, Training
+from memopt.walk.models.alike import places
 from memopt.walk.models.attention import FLASH, FUSED
 from memopt.walk.models.config import model_class
 
@@ -144,7 +145,8 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
     stepped = [each for each in traced.parameters if each.is_stepped]
     marks: tuple[bool, ...] | None = None
     if setup.optimizer == "muon":
-        marks = tuple(block_of(traced, each.name) != "" for each in stepped)
+        block_of = places(traced.blocks)
+        marks = tuple(block_of(each.name) >= 0 for each in stepped)
     elif setup.optimizer in EIGHT_BITS and setup.by_trainer:
         marks = tuple(each.embeds for each in stepped)
     optimizer = follow(share.forms, setup, cuda, marks)

@@ -18,6 +18,7 @@ import torch
 from memopt.prediction.optimizers import Form
 from memopt.prediction.setup import Setup
 from memopt.trace.events import Event, Storage, Trace
+from memopt.walk.models.alike import places
 
 #: Elements in DeepSpeed's ``reduce_bucket_size``, ``stage3_prefetch_bucket_size``,
 #: ``stage3_param_persistence_threshold`` and ``stage3_max_live_parameters``.
@@ -89,11 +90,12 @@ def shard(traced: Trace, setup: Setup) -> Share:
 
 
 def _fsdp(traced: Trace, devices: int) -> Share:
-    groups: Counter[str] = Counter()
+    block_of = places(traced.blocks)
+    groups: Counter[int] = Counter()
     for each in traced.parameters:
         if not each.is_buffer:
-            groups[block_of(traced, each.name)] += each.nbytes
-    rest = groups.pop("", 0)
+            groups[block_of(each.name)] += each.nbytes
+    rest = groups.pop(-1, 0)
     largest = max(groups.values(), default=0)
     # Forward leaves the group around the blocks gathered. Beside it live one block's parameters and one flat buffer: in
     # forward of the same block or the one before, in backward of the next.
@@ -106,31 +108,31 @@ def _fsdp(traced: Trace, devices: int) -> Share:
         size = each.nbytes // rows * -(-rows // devices) if rows else each.nbytes
         shards.append(replace(storage, nbytes=size))
     shards.append(batch)
-    of_group: defaultdict[str, list[Storage]] = defaultdict(list)
+    of_group: defaultdict[int, list[Storage]] = defaultdict(list)
     for gradient in traced.gradients:
-        of_group[block_of(traced, gradient.module)].append(gradient)
+        of_group[block_of(gradient.module)].append(gradient)
     events = [Event(each, True, "forward") for each in gathered]
     before: list[Storage] = []
 
-    def scatter(group: str) -> None:
+    def scatter(group: int) -> None:
         # Free the gathered group and the flat buffer of the group before; copy the group's gradients into a new buffer.
-        nbytes = sum(each.nbytes for each in of_group[group])
-        flat, part = _buffer(nbytes, "reduce-scatter"), Storage(-(-nbytes // devices), "gradients", group)
+        nbytes, module = sum(each.nbytes for each in of_group[group]), "" if group < 0 else traced.blocks[group]
+        flat, part = _buffer(nbytes, "reduce-scatter"), Storage(-(-nbytes // devices), "gradients", module)
         events.extend(Event(each, False, "backward") for each in (*before, gathered.pop()))
         events.extend([Event(flat, True, "backward"), *(Event(each, False, "backward") for each in of_group[group])])
         events.append(Event(part, True, "backward"))
         gradients.append(part)
         before[:] = [flat]
-        if group:
+        if group >= 0:
             gathered.append(_buffer(largest, "all-gather"))
             events.append(Event(gathered[-1], True, "backward"))
 
     for event in traced.events:
         events.append(event)
-        group = block_of(traced, event.storage.module)
-        if group and event.allocated and of_group[group] and of_group[group][-1] is event.storage:
+        group = block_of(event.storage.module)
+        if group >= 0 and event.allocated and of_group[group] and of_group[group][-1] is event.storage:
             scatter(group)
-    scatter("")  # after backward
+    scatter(-1)  # after backward
     events += [Event(each, False, "backward") for each in (*before, *gathered)]
     forms = tuple((_rows_over(each.shape, devices), each.dtype) for each in traced.parameters if each.is_stepped)
     note = (
@@ -174,11 +176,6 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
         f"DeepSpeed's default buckets ({_REDUCED:,} elements), no offload."
     )
     return Share(tuple(resident), tuple(events), tuple(gradients), (((part,), torch.float32),), tuple(copies), (note,))
-
-
-def block_of(traced: Trace, name: str) -> str:
-    """The block of a module or parameter, whatever prefix adapters gave it; empty outside the blocks."""
-    return next((block for block in traced.blocks if f"{block}." in f"{name}."), "")
 
 
 def _rows_over(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
