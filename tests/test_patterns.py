@@ -102,6 +102,8 @@ SAID = {
     f"{FULL} checkpointing.blocks=[typo]": "checkpointing.blocks 'typo' matches no block",
     f"{FULL} checkpointing.offload=[typo]": "checkpointing.offload 'typo' matches no block",
     f"{FULL} checkpointing.keep=[typo]": "checkpointing.keep 'typo' matches no block",
+    "checkpointing.keep=attention": "checkpointing.keep has no effect, because checkpointing.method is none",
+    "linears.recompute=auto linears.budget=0.5": "linears.budget has no effect, because linears.method is none",
     "linears.method=uniform": "samples no linear of this model",
     "tiles.method=tokens ignore=[mlp]": "runs modules by tiles, and no block",
     "compression.method=int8 gradient_error=0.1": "the gradient is off by up to 10%",
@@ -114,7 +116,7 @@ def test_a_note_of_the_plan_is_logged_and_in_the_summary(settings: str, caplog: 
     model = memopt.patch(tiny_model("llama"), recipe(*settings.split()))
     said = [record for record in caplog.records if SAID[settings] in record.message]
     assert len(said) == 1
-    assert said[0].levelname == ("WARNING" if "typo" in settings else "INFO")
+    assert said[0].levelname == ("WARNING" if "typo" in settings or "no effect" in SAID[settings] else "INFO")
     assert str(memopt.summary(model)).count(SAID[settings]) == 1
 
 

@@ -67,6 +67,12 @@ class Rules(Strict):
     def is_off(self) -> bool:
         return getattr(self, "method", None) == OFF
 
+    def without_method(self) -> tuple[str, ...]:
+        """The fields that were given and have no effect, because the method, which is none, was not."""
+        given, fields = self.model_fields_set, type(self).model_fields
+        idle = self.is_off and "method" in fields and "method" not in given
+        return tuple(name for name in fields if name in given) if idle else ()
+
     @property
     def effect(self) -> Effect:
         """The effect of the rules on gradients."""

@@ -66,15 +66,22 @@ class Plan:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """A sentence for each pattern of the recipe that matches nothing in this model."""
+        """A sentence for each pattern of the recipe that matches nothing in this model, and for each field that has no
+        effect without a method."""
         names = {name for patch in patches() for name in _selected(patch, self.sites)}
         noun = "norm, linear or other place"
         settings = [Patterns(key, getattr(self.recipe, key), names, noun) for key in ("targets", "ignore")]
         settings += [each for patch in patches() for each in patch.patterns(self)]
-        return tuple(
-            f"Recipe '{self.recipe.name}': {each.setting} '{pattern}' matches no {each.noun} of this model."
-            for each in settings
-            for pattern in each.idle()
+        return (
+            *(
+                f"Recipe '{self.recipe.name}': {each.setting} '{pattern}' matches no {each.noun} of this model."
+                for each in settings
+                for pattern in each.idle()
+            ),
+            *(
+                f"Recipe '{self.recipe.name}': {key}.{name} has no effect, because {key}.method is none."
+                for key, name in self.recipe.without_method()
+            ),
         )
 
     def chosen(self, kind: str, *actions: str) -> tuple[Any, ...]:

@@ -68,6 +68,10 @@ class Recipe(Strict):
         rules = self._all_rules().get(key)
         return rules is None or rules.is_off
 
+    def without_method(self) -> tuple[tuple[str, str], ...]:
+        """(key, field) of each field that was given and has no effect, because the method of its rules was not."""
+        return tuple((key, name) for key, rules in self._all_rules().items() for name in rules.without_method())
+
     def without(self, *effects: Effect) -> tuple[str, ...]:
         """Settings (KEY=VALUE) that switch off the rules with one of these effects."""
         return tuple(f"{key}.method=none" for key, rules in self._all_rules().items() if rules.effect in effects)
@@ -115,7 +119,11 @@ def load_recipe(source: str | Path | Recipe, overrides: Iterable[str] = ()) -> R
     Raises:
         RecipeError: unknown name (with the nearest), unreadable file, unknown key or value.
     """
-    data = source.model_dump(mode="json") if isinstance(source, Recipe) else _read(_locate(str(source)))
+    data = (
+        source.model_dump(mode="json", exclude_unset=True)
+        if isinstance(source, Recipe)
+        else _read(_locate(str(source)))
+    )
     for override in overrides:
         _set(data, override)
     try:

@@ -27,6 +27,9 @@ class SampledLinearRules(LinearRules):
     def is_off(self) -> bool:
         return self.method == OFF
 
+    def without_method(self) -> tuple[str, ...]:
+        return tuple(name for name in super().without_method() if name not in LinearRules.model_fields)
+
     @property
     def effect(self) -> Effect:
         return "exact" if self.is_off else "sampled"
