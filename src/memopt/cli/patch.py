@@ -202,12 +202,7 @@ def _document(result: PatchResult) -> dict[str, Any]:
         "patch",
         "pass",
         dry_run=written is None,
-        model={
-            "name": source.model,
-            "path": str(source.root),
-            "revision": source.revision,
-            "commit": source.commit,
-        },
+        model={"name": source.model, "path": str(source.root), "revision": source.revision, "commit": source.commit},
         output=str(result.out),
         **result.plan.to_dict(),
         weights={

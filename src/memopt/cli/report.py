@@ -78,15 +78,13 @@ def report(
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
     attention: Annotated[
-        Implementation | None,
-        typer.Option(help="The model's attn_implementation; default: transformers' choice."),
+        Implementation | None, typer.Option(help="The model's attn_implementation; default: transformers' choice.")
     ] = None,
     gpu: Annotated[
         str | None, common.optional("Will it fit? A card, or its memory: rtx4090, 24GiB.", "CARD|SIZE")
     ] = None,
     longest: Annotated[
-        bool,
-        typer.Option("--longest", help="With --gpu: the longest sequence of each way to train. Takes minutes."),
+        bool, typer.Option("--longest", help="With --gpu: the longest sequence of each way to train. Takes minutes.")
     ] = False,
     optimizer: Annotated[
         Optimizer,

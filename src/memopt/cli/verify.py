@@ -40,12 +40,7 @@ def verify(
         from memopt.verification.run import verify as run_levels
 
         verdict = run_levels(
-            directory,
-            against=against,
-            level=level,
-            trust_remote_code=trust_remote_code,
-            inputs=inputs,
-            progress=_tell,
+            directory, against=against, level=level, trust_remote_code=trust_remote_code, inputs=inputs, progress=_tell
         )
     code = verdict.exit_code(allow_skips=allow_skips)
     if json_output:

@@ -18,13 +18,7 @@ from memopt.recompute.expression import VALUE, Beside, Expression, Other, Read, 
 from memopt.recompute.operations import at_hand
 from memopt.recompute.rules import PROBABILITIES, Node, Rule, rule_of
 from memopt.recompute.versions import Noted
-from memopt.torch_compat import (
-    PLAIN_TYPES,
-    held,
-    saved,
-    shows_saved,
-    storage_id,
-)
+from memopt.torch_compat import PLAIN_TYPES, held, saved, shows_saved, storage_id
 
 _BMM = "BmmBackward0" if shows_saved("BmmBackward0") else None
 _VIEWS = frozenset(

@@ -17,11 +17,7 @@ _LOST = (
     f"(a {_CONFIG}.activation_memory_budget just below 1 recomputes elementwise results)"
 )
 #: Rules that make the partitioner save results which elementwise operations could recompute from other saved tensors.
-_RULES = (
-    "ban_recompute_materialized_backward",
-    "ban_recompute_used_far_apart",
-    "ban_recompute_long_fusible_chains",
-)
+_RULES = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart", "ban_recompute_long_fusible_chains")
 _current_translator: Any = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", None, _LOST)
 _SETTINGS = (*_RULES, "activation_memory_budget", "patch")
 for _name in _SETTINGS:

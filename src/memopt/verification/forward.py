@@ -23,14 +23,7 @@ from memopt.errors import ModelError
 from memopt.patches.checks import Check, limited, skipped
 from memopt.patches.record import record_of
 from memopt.verification.inputs import Probes
-from memopt.verification.models import (
-    Pair,
-    cast_inputs,
-    floating_outputs,
-    load_patched,
-    load_run_free,
-    load_stock,
-)
+from memopt.verification.models import Pair, cast_inputs, floating_outputs, load_patched, load_run_free, load_stock
 from memopt.verification.ratios import chance_ratio
 from memopt.verification.side_files import allowed_changes
 from memopt.verification.stochastic import JUMP_SCALE, JumpingRows, RandomRounding, Run, rounded_at_random

@@ -175,9 +175,7 @@ def _fewer_words(model: nn.Module, probes: Probes) -> Probes | None:
     for table, name in named:
         table[name] = WORDS
     fewer = replace(
-        probes,
-        batches=tuple(map(_with_few_words, probes.batches)),
-        targets=tuple(map(_with_few_words, probes.targets)),
+        probes, batches=tuple(map(_with_few_words, probes.batches)), targets=tuple(map(_with_few_words, probes.targets))
     )
     if _runs(model, {**fewer.batches[0], **fewer.targets[0]}):
         return fewer

@@ -66,8 +66,7 @@ def _obstacle(sides: Sides, part: Part) -> str | None:
     if reader is None:
         touched = (name for name in sides.operations if name.rpartition(".")[0] == part.module)
         return next(
-            (f"{name} is changed by a fold, and this kind of adapter has no form for that" for name in touched),
-            None,
+            (f"{name} is changed by a fold, and this kind of adapter has no form for that" for name in touched), None
         )
     why = f"{part.module} reads the folded {reader.norm}"
     if part.leaf not in (*COLUMNS, *_OTHERS):

@@ -87,8 +87,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ModelError(
-            f"'{path}' runs code when it is opened, or is damaged.",
-            "If you trust it, convert it to safetensors.",
+            f"'{path}' runs code when it is opened, or is damaged.", "If you trust it, convert it to safetensors."
         ) from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise ModelError(f"'{path}' cannot be read: {str(error).splitlines()[0] if str(error) else error!r}.") from None

@@ -66,12 +66,7 @@ def launch_forward(z: Tensor, kind: str, dtype: torch.dtype | None = None) -> Te
 
 
 def launch_backward(
-    dh: Tensor,
-    z: Tensor,
-    kind: str,
-    recompute: bool = False,
-    overwrites_dh: bool = False,
-    out: Tensor | None = None,
+    dh: Tensor, z: Tensor, kind: str, recompute: bool = False, overwrites_dh: bool = False, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """dz = f'(z) * dh and, with `recompute`, h = f(z) (else None), with the dtype and, where z is dense, the strides
     of z.

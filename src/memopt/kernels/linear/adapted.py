@@ -207,13 +207,7 @@ class AddedAdapterFunction(DirectFunction):
 
 
 def _of_adapter(
-    ctx: Any,
-    rows: Tensor,
-    a: Tensor,
-    b: Tensor,
-    h: Tensor,
-    saved: Sequence[Tensor],
-    needs: tuple[bool, bool, bool],
+    ctx: Any, rows: Tensor, a: Tensor, b: Tensor, h: Tensor, saved: Sequence[Tensor], needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dh, dA and dB from `rows`, the gradient of the sum as a matrix; dh only if dA or the input's is needed."""
     (needs_x, needs_a, needs_b), scaling, (_, dtype), piece = needs, ctx.scaling, ctx.dtypes, ctx.piece

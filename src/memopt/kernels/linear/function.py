@@ -207,12 +207,7 @@ class FusedLinearFunction(DirectFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        differentiate: Differentiate,
-        value: Recompute,
-        weight: Tensor,
-        bias: Tensor | None,
-        *inputs: Tensor,
+        ctx: Any, differentiate: Differentiate, value: Recompute, weight: Tensor, bias: Tensor | None, *inputs: Tensor
     ) -> Tensor:
         """The linear's input is ``value(*inputs)``. It is no argument: this function replaces its node in the graph."""
         h = value(*inputs)

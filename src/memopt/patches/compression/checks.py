@@ -71,9 +71,7 @@ class _Observed:
         rounding = torch.maximum(high.abs(), low.abs()).repeat_interleave(GROUP)[: values.numel()]
         rounding = 2 * rounding * max(torch.finfo(elements.dtype).eps, torch.finfo(torch.float32).eps)
         return functools.partial(
-            self._decoded,
-            self._running[-1],
-            *(each.clone().as_strided(*view) for each in (values, steps, rounding)),
+            self._decoded, self._running[-1], *(each.clone().as_strided(*view) for each in (values, steps, rounding))
         )
 
     def _decoded(self, name: str, values: Tensor, steps: Tensor, rounding: Tensor, decoded: Tensor) -> None:

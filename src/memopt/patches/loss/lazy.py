@@ -38,14 +38,7 @@ from memopt.patches.loss.memory import (
     writes,
 )
 from memopt.patches.loss.source import Source, note
-from memopt.torch_compat import (
-    checkpointing_hook,
-    eagerly,
-    tensor_hooks_slot,
-    tree_leaves,
-    tree_map,
-    wrapper,
-)
+from memopt.torch_compat import checkpointing_hook, eagerly, tensor_hooks_slot, tree_leaves, tree_map, wrapper
 
 #: A function of PyTorch -> the handler that runs it on uncomputed logits, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}

@@ -18,16 +18,7 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import stand_for
 from memopt.patches.loss.rows import fits, product_rows
-from memopt.patches.loss.source import (
-    Head,
-    Inside,
-    Snapshot,
-    Source,
-    say_whole,
-    tensors_of,
-    versions_of,
-    whole,
-)
+from memopt.patches.loss.source import Head, Inside, Snapshot, Source, say_whole, tensors_of, versions_of, whole
 from memopt.patches.reads import observed_reads
 from memopt.patches.record import is_recorded, record_of, recorded_in, warn_once
 from memopt.patches.swap import replaced_by, states_in, steps_aside, swap_forward

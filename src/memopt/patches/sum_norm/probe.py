@@ -125,12 +125,7 @@ def _rounds_alike(
 
 
 def _value_and_gradients(
-    module: nn.Module,
-    stand_ins: dict[str, nn.Module],
-    call: Callable[..., Any],
-    given: list[Tensor],
-    *,
-    training: bool,
+    module: nn.Module, stand_ins: dict[str, nn.Module], call: Callable[..., Any], given: list[Tensor], *, training: bool
 ) -> tuple[Tensor, ...] | None:
     """The output of `call`, its gradient with respect to every input, and the inputs after the call."""
     leaves = [x.clone().requires_grad_() for x in given]

@@ -188,14 +188,5 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
     setattr(_Size, _name, _compared_sizes(_name))
     setattr(_Value, _name, _compared(int, _name))
     setattr(_FloatValue, _name, _compared(float, _name))
-for _name in (
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__floordiv__",
-    "__mod__",
-):
+for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__"):
     setattr(_Size, _name, _computed(_name))

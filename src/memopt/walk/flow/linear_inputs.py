@@ -144,10 +144,7 @@ class _Watch(TorchFunctionMode):
         self._sources: dict[str, dict[Any, None]] = {}
         self._unfit: set[str] = set()
         self._observer = SavedTensorObserver(
-            model,
-            entered=self._enter,
-            left=self._leave,
-            stand_ins={F.scaled_dot_product_attention: _attention},
+            model, entered=self._enter, left=self._leave, stand_ins={F.scaled_dot_product_attention: _attention}
         )
         self._functions = FunctionCalls(model, self._observer.modules.current, lambda: self._observer.functions.called)
 

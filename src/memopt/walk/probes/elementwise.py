@@ -12,15 +12,7 @@ from memopt.recompute.pure import RandomDraws
 from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.aten.precision import Float64Mode
-from memopt.walk.probes.isolate import (
-    Isolated,
-    Traces,
-    isolate,
-    random_linear,
-    run_on,
-    signature,
-    with_stand_ins,
-)
+from memopt.walk.probes.isolate import Isolated, Traces, isolate, random_linear, run_on, signature, with_stand_ins
 
 _AGREES = 1e-7
 _MAX_CHANNELS = 1 << 14
