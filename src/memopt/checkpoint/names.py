@@ -105,19 +105,10 @@ def check_stored(source: CheckpointSource) -> None:
 
 
 #: Names of buffers that older releases stored, and of scales of a KV cache: stock loads ignore them.
-_BESIDE = frozenset(
-    [
-        "masked_bias",
-        "mask",
-        "inv_freq",
-        "position_ids",
-        "num_batches_tracked",
-        "k_scale",
-        "v_scale",
-        "kv_scale",
-        "q_scale",
-    ]
-)
+_BESIDE = (
+    "masked_bias", "mask", "inv_freq", "position_ids", "num_batches_tracked", "k_scale", "v_scale", "kv_scale",
+    "q_scale",
+)  # fmt: skip
 
 
 def compare_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:

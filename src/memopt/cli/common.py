@@ -218,11 +218,9 @@ def notes_shown() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def only_results_on_stdout() -> Iterator[None]:
+def only_results_on_stdout() -> contextlib.AbstractContextManager[Any]:
     """Inside, prints go to stderr, such as those of libraries."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 @contextlib.contextmanager

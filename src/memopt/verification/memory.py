@@ -194,12 +194,10 @@ def _outputs(model: nn.Module) -> Iterator[dict[str, list[Output]]]:
             width = max(output.shape[-1], 1)
             found.setdefault(name, []).append(Output(output.numel() // width, width, output.element_size()))
 
-    hooks = [module.register_forward_hook(functools.partial(note, name)) for name, module in model.named_modules()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(functools.partial(note, name)))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:

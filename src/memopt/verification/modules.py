@@ -9,6 +9,8 @@ inputs show a wrong epsilon. Exchanging patched modules for stock ones finds the
 from __future__ import annotations
 
 import bisect
+import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,21 +148,16 @@ def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:
     """``run()``, and the RMS of each module's output in its first call, in the order in which the calls end."""
     traces: Traces = {}
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
-            tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            if tensors:
-                traces.setdefault(name, math.fsum(rms(tensor[tensor.isfinite()]) for tensor in tensors))
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if tensors:
+            traces.setdefault(name, math.fsum(rms(tensor[tensor.isfinite()]) for tensor in tensors))
 
-        return hook
-
-    hooks = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(functools.partial(note, name)))
         return run(), traces
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 def compare_steps(step: Step, truth: Step) -> Worst:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -49,11 +49,9 @@ class Pair:
     not_run: dict[str, str] = field(default_factory=dict)
     """Situation -> why stock modules did not run in it."""
 
-    @contextlib.contextmanager
-    def with_stock(self, patched: int | None) -> Iterator[None]:
+    def with_stock(self, patched: int | None) -> AbstractContextManager[None]:
         """Inside, only the first `patched` of the patched modules run patched code; with None, all of them do."""
-        with stock_forwards(() if patched is None else (module for _, module in self.swapped[patched:])):
-            yield
+        return stock_forwards(() if patched is None else (module for _, module in self.swapped[patched:]))
 
     def adapt(self) -> bool:
         """Give both models the same adapters, once; False if that cannot be done."""

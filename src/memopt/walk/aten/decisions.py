@@ -26,14 +26,8 @@ _shape_getter: Any = getattr(Tensor.shape, "__get__")  # noqa: B009
 _SIZES = {_shape_getter, Tensor.size, Tensor.numel, Tensor.nelement}
 _NUMBERS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
 _ANSWERS = {
-    Tensor.__bool__,
-    Tensor.is_nonzero,
-    Tensor.equal,
-    Tensor.allclose,
-    torch.is_nonzero,
-    torch.equal,
-    torch.allclose,
-}
+    Tensor.__bool__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose, torch.is_nonzero, torch.equal, torch.allclose,
+}  # fmt: skip
 #: How often one place is inverted in one forward: the natural answer may be needed to end a loop.
 _LOOPS = 64
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,35 +94,25 @@ class ShadowMode(TorchDispatchMode):
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Install hooks on every module, and report reads of values in Python, which never reach the dispatcher."""
-        handles: list[Any] = []
         activations = self.labels.activations_by_module if self.labels is not None else {}
-        for name, module in self._modules.items():
-            handles.append(module.register_forward_pre_hook(lambda _m, _a, name=name: self._enter(name)))
-            if name in self.norms:
-                handles.append(
-                    module.register_forward_hook(
-                        lambda _m, args, kwargs, out, name=name: self._tag(name, args, kwargs, out), with_kwargs=True
-                    )
-                )
-            elif name in activations:
-                handles.append(
-                    module.register_forward_hook(lambda _m, args, out, name=name: self._activated(name, args, out))
-                )
-            handles.append(module.register_forward_hook(lambda _m, _a, out, name=name: self._leave(name, out)))
-        try:
-            with watched_reads(self._python_read):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with contextlib.ExitStack() as hooks:
+            for name, module in self._modules.items():
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                if name in self.norms:
+                    hooks.enter_context(module.register_forward_hook(partial(self._tag, name), with_kwargs=True))
+                elif name in activations:
+                    hooks.enter_context(module.register_forward_hook(partial(self._activated, name)))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, name)))
+            hooks.enter_context(watched_reads(self._python_read))
+            yield
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, *_: Any) -> None:
         if self._call is None:
             return  # a trial call, which is not observed
         self._stack.append(name)
         self.visited.setdefault(name)
 
-    def _leave(self, name: str, output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._call is None:
             return
         while self._stack and self._stack.pop() != name:
@@ -131,13 +122,13 @@ class ShadowMode(TorchDispatchMode):
             with self.unobserved():
                 self._outputs(output, name, auxiliary=output)
 
-    def _activated(self, name: str, args: tuple[Any, ...], output: Any) -> None:
+    def _activated(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._call is None or self.labels is None:
             return
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             self.labels.activation(name, args[0], output)
 
-    def _tag(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _tag(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._call is None:
             return
         record = self.norms[name]

@@ -87,15 +87,11 @@ def bounded_build(parts: int = MAX_PARTS, elements: int = MAX_ELEMENTS) -> Itera
                 shape = " x ".join(map(str, part.shape))
                 raise ModelError(f"The model has a parameter of {shape}.", "Check the sizes in config.json.")
 
-    hooks = (
+    with (
         registration.register_module_module_registration_hook(count),
         registration.register_module_parameter_registration_hook(count),
-    )
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager

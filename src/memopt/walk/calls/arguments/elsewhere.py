@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -240,12 +241,11 @@ def fitted(model: nn.Module, given: Kwargs, run: Run) -> bool:
 
     A forward stops at the first layer that refuses a width. Concatenated pixels or arguments give a multiple of one.
     """
-    hooks = [
-        module.register_forward_pre_hook(partial(_refuse, dimension=dimension, wanted=width))
-        for module in model.modules()
-        for dimension, width in _wanted(module)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            for dimension, width in _wanted(module):
+                refuse = partial(_refuse, dimension=dimension, wanted=width)
+                hooks.enter_context(module.register_forward_pre_hook(refuse))
         for _ in range(_MOST_REPAIRS):
             try:
                 run(given)
@@ -256,10 +256,7 @@ def fitted(model: nn.Module, given: Kwargs, run: Run) -> bool:
                 return False
             else:
                 return True
-        return False
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return False
 
 
 #: Modules whose weight has a number for each channel in dimension 1, not for the last dimension.

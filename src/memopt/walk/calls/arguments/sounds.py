@@ -15,16 +15,9 @@ _SPECTROGRAMS = ("input_features", "audio_mel", "audio_input_features")
 _MASKS = ("input_features_mask", "feature_attention_mask", "audio_mel_mask", "audio_attention_mask")
 _WAVES = ("input_values", "audio_values")
 _BINS = (
-    "num_mel_bins",
-    "n_mels",
-    "n_mel_bins",
-    "mel_bins",
-    "input_feat_per_channel",
-    "feature_size",
-    "input_feat_size",
-    "input_dim",
-    "mel_dim",
-)
+    "num_mel_bins", "n_mels", "n_mel_bins", "mel_bins", "input_feat_per_channel", "feature_size", "input_feat_size",
+    "input_dim", "mel_dim",
+)  # fmt: skip
 #: Divisible by the strides and frames of most models that read waves.
 _SAMPLES, _ROWS = 3840, 128
 #: Samples and rows of a sound in a training step: ten seconds, at 16,000 samples and 100 rows a second.
