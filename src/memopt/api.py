@@ -233,10 +233,7 @@ def load(
 
 
 def _check_values(model: nn.Module) -> None:
-    """
-    Raises:
-        ModelError: most parameters are empty, and have no shape recorded by DeepSpeed.
-    """
+    """Raise a ModelError if most parameters are empty, and have no shape recorded by DeepSpeed."""
     empty = [name for name, parameter in model.named_parameters() if 0 in shape_of(parameter)]
     if 2 * len(empty) > sum(1 for _ in model.parameters()):
         raise ModelError(
@@ -312,10 +309,7 @@ def _say(model: nn.Module, *lines: str, notes: bool) -> None:
 
 def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
     """Warn of sites that could not be patched, and record the patch on the model; an error if nothing was patched.
-
-    Args:
-        given: whether the user gave inputs: then no message advises that.
-    """
+    `given`: the user gave inputs, so no message advises that."""
     reasons = dict.fromkeys(reason for _, reason in applied.refused)
     for reason in reasons:
         names = list(dict.fromkeys(name or "the model" for name, why in applied.refused if why == reason))

@@ -91,11 +91,7 @@ class Planned:
         return {"r": self.step.lora_rank, "target_modules": targets, **dropout}
 
     def shared(self, engine: str, *ways: Sharding) -> Sharding:
-        """How the devices share the model: one of `ways`, the first one if the plan is not about devices.
-
-        Raises:
-            UsageError: the plan's sharding is not among `ways`.
-        """
+        """How the devices share the model: one of `ways`, the first if the plan is not about devices; else an error."""
         if self.sharding is None:
             return ways[0]
         if self.sharding in ways:
@@ -157,11 +153,7 @@ class Kind:
 
 
 def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
-    """`names`, each once.
-
-    Raises:
-        UsageError: a name is no kind of file; the error names the nearest kind.
-    """
+    """`names`, each once; a UsageError, which names the nearest kind, if one is no kind of file."""
     found = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     for name in found:
         if name not in KINDS:

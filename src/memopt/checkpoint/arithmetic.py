@@ -70,12 +70,7 @@ def epsilon(dtype: str) -> float:
 
 
 class Scaler:
-    """W diag(scale), each element rounded once.
-
-    Args:
-        scale: fp64 scale of every coordinate along the axis, (size,).
-        dtype: of the weight.
-    """
+    """W diag(scale), each element rounded once; `scale`: fp64, (size,) along the axis; `dtype`: of the weight."""
 
     def __init__(self, scale: Floats, dtype: str) -> None:
         self._dtype, self._scale = dtype, scale

@@ -77,11 +77,7 @@ def source_card(card: bytes) -> bytes | None:
 
 
 def _extended(text: str, manifest: Manifest) -> Iterator[str]:
-    """Versions of the card `text` to try: with all additions, then without lines in the head, which may not take any.
-
-    Raises:
-        ValueError: the text begins with a byte order mark, or its YAML head cannot be read.
-    """
+    """Versions of the card `text` to try: with all additions, then without lines in the head, which may take none."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     section = _section(manifest)

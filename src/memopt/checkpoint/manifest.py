@@ -110,10 +110,7 @@ class Manifest:
 
     def changed_files(self, folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> list[tuple[str, str]]:
         """(name, what happened to it) of each recorded file that is missing or changed in `folder`.
-
-        Args:
-            known: path of a file -> its SHA-256, for files that were read already.
-        """
+        `known`: path of a file that was read already -> its SHA-256."""
 
         def change(name: str) -> str:
             path, record = folder / name, self.files[name]
@@ -145,11 +142,7 @@ def fold_to_dict(fold: Fold) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`.
-
-    Raises:
-        ModelError: memopt.json is missing or damaged, or a newer memopt wrote it.
-    """
+    """The manifest of `folder`; a ModelError if it is missing or damaged, or a newer memopt wrote it."""
     from pydantic import TypeAdapter, ValidationError
 
     path = Path(folder) / MANIFEST

@@ -71,11 +71,7 @@ class Names:
 
 
 def check_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
-    """Compare the files of `source` with the model of `config`.
-
-    Raises:
-        ModelError: the files are another model's, or quantised; the message names the first differences.
-    """
+    """Compare the files with the model of `config`; a ModelError if they are of another model, or quantised."""
     check_stored(source)
     names = compare_names(source, config)
     if names.wrong:
@@ -88,11 +84,7 @@ def check_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
 
 
 def check_stored(source: CheckpointSource) -> None:
-    """Refuse weights that are codes with scales, which can be neither folded nor trained.
-
-    Raises:
-        ModelError: the config or the dtype of a tensor shows that the weights are quantised.
-    """
+    """Refuse weights that are codes with scales, which can be neither folded nor trained."""
     hint = "Give the model that it was quantised from."
     for key in ("quantization_config", "compression_config"):
         for settings in (source.config, *(value for value in source.config.values() if isinstance(value, dict))):

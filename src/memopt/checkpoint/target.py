@@ -53,11 +53,7 @@ def check_target(out: Path, source: Path, *, force: bool | None) -> Path:
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Check that the disk of `out` has room for `needed` bytes.
-
-    Raises:
-        OutputError: the disk has less room.
-    """
+    """Raise an OutputError if the disk of `out` has no room for `needed` bytes."""
     folder = next(parent for parent in out.parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < needed + _MARGIN:

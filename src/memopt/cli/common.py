@@ -61,13 +61,7 @@ _DRAWN = re.compile(r"((?:\r|\n|\x1b\[(?:2K|K|A))*)(.*?)(\r?)", re.DOTALL)
 
 
 def document(command: str | None, status: str, **fields: Any) -> dict[str, Any]:
-    """The JSON document of a command.
-
-    Args:
-        command: name of the command; None if none was recognised.
-        status: ``pass``, ``fail``, ``inconclusive`` or ``error``.
-        fields: further fields, of this command.
-    """
+    """The JSON document of `command` (None: none was recognised), which ended in `status`, with its own `fields`."""
     head = {"schema_version": SCHEMA_VERSION, "tool": "memopt", "version": memopt.__version__}
     return {**head, "command": command, "status": status, **fields, "error": fields.get("error")}
 
@@ -303,11 +297,7 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def output_file(path: Path | None, option: str, *, force: bool) -> Path | None:
-    """The path of the option's result, checked before any work.
-
-    Raises:
-        OutputError: the file cannot be written, or it exists and `force` is false.
-    """
+    """The path of the option's result, checked before any work as `check_output` does."""
     if path is None:
         return None
     from memopt.environment.files import check_output

@@ -66,13 +66,7 @@ class Outputs:
         return "--budget" if self.budget is not None else "--frontier" if self.frontier else None
 
     def check_options(self, gpu: str | None) -> None:
-        """
-        Args:
-            gpu: the card that --gpu names.
-
-        Raises:
-            UsageError: an option is given that needs another one, or --emit names no engine.
-        """
+        """Raise a UsageError if an option needs another one, or --emit names no engine; `gpu`: the card of --gpu."""
         is_plan = self.budget is not None and not self.frontier
         if self.emit:
             from memopt.emit import check_kinds
@@ -87,12 +81,7 @@ class Outputs:
             raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
 
     def checked(self) -> Outputs:
-        """These options with the paths of --html and --snapshot resolved, and checked before any work.
-
-        Raises:
-            OutputError: a file cannot be written, or it exists and `force` is false.
-            UsageError: both options name one file.
-        """
+        """These options with the paths of --html and --snapshot resolved, and checked before any work."""
         html = common.output_file(self.html, "--html", force=self.force)
         snapshot = common.output_file(self.snapshot, "--snapshot", force=self.force)
         if html is not None and html == snapshot:

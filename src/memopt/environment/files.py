@@ -101,11 +101,7 @@ def check_output_folder(path: Path, names: Iterable[str], *, force: bool = False
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all: write it next to its target, then rename it.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write a file completely or not at all (an OutputError): write it next to its target, then rename it."""
     new = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
     try:
         with open(new, "xb") as file:
@@ -184,11 +180,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The mapping with these pairs of a document.
-
-    Raises:
-        ValueError: a key occurs twice, which parsers read differently.
-    """
+    """The mapping with these pairs of a document; a ValueError if a key occurs twice: parsers read that differently."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -224,22 +216,14 @@ def model_folder(source: str | Path, revision: str | None = None) -> Path | None
 
 
 def patched_folder_at(directory: str | Path) -> Path:
-    """The folder `directory`.
-
-    Raises:
-        ModelError: the folder does not exist.
-    """
+    """The folder `directory`; a ModelError if it does not exist."""
     if not Path(directory).is_dir():
         raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
     return Path(directory)
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise if `folder` holds an adapter: transformers would load the adapter's base model.
-
-    Raises:
-        ModelError: `folder` holds a PEFT adapter; the message names the base model.
-    """
+    """Raise a ModelError if `folder` holds a PEFT adapter: transformers would load its base model, which is named."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         return
@@ -264,11 +248,7 @@ def check_folder(root: Path) -> None:
 
 
 def check_side_file(path: Path) -> None:
-    """Check one file as `check_folder` does; a folder passes.
-
-    Raises:
-        ModelError: the file does not pass, or its name is not printable.
-    """
+    """Check one file as `check_folder` does, and that its name is printable; a folder passes."""
     if not path.name.isprintable():
         raise ModelError(f"A file in {str(path.parent)!a} has the unprintable name {path.name!a}.")
     try:

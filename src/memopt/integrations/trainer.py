@@ -120,10 +120,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
 
 def _check_untouched(model: nn.Module, args: Any) -> None:
-    """
-    Raises:
-        ModelError: FSDP or ZeRO-3 has sharded the model, or Liger has patched it.
-    """
+    """Raise a ModelError if FSDP or ZeRO-3 has sharded the model, or Liger has patched it."""
     sharded = any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in model.parameters())
     if sharded or getattr(args, "fsdp", None) or args.use_liger_kernel:
         done = "patched it with Liger's kernels" if args.use_liger_kernel else "sharded it"
@@ -134,10 +131,7 @@ def _check_untouched(model: nn.Module, args: Any) -> None:
 
 
 def _check_released(args: Any) -> None:
-    """
-    Raises:
-        ModelError: a training argument needs all gradients at once.
-    """
+    """Raise a ModelError if a training argument needs all gradients at once."""
     asked = {
         f"max_grad_norm={args.max_grad_norm} (use max_grad_norm=0)": args.max_grad_norm,
         "gradient_accumulation_steps (use larger batches)": args.gradient_accumulation_steps > 1,

@@ -51,11 +51,7 @@ class FunctionsRewrite:
 
 
 def patch_functions(module: nn.Module, mode: Mode) -> None:
-    """Let `module` run inside `mode`, and inside the modes that it already has.
-
-    Raises:
-        ValueError: the module cannot be swapped.
-    """
+    """Let `module` run inside `mode`, and inside the modes that it already has."""
     swap_forward(module, _forward, FunctionsRewrite((*without_modes(module), mode)))
 
 

@@ -171,11 +171,7 @@ class _Observed(RecomputeScope):
 
 
 def patch_scope(module: nn.Module, scope: ScopeRewrite) -> None:
-    """Make `module` run inside a scope. If checkpointing wraps the module's forward, the scope is inside the region.
-
-    Raises:
-        ValueError: the module cannot be swapped.
-    """
+    """Make `module` run inside a scope. If checkpointing wraps the module's forward, the scope is inside the region."""
     swap_forward(module, run_scoped, scope)
 
 

@@ -52,11 +52,7 @@ def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Raise the error of autograd if `tensor` was changed in place since it was at `version`.
-
-    Raises:
-        RuntimeError: `tensor` has another version.
-    """
+    """Raise the error of autograd (RuntimeError) if `tensor` was changed in place since it was at `version`."""
     if tensor._version != version:
         raise changed_in_place(f"[{tensor.type()} {list(tensor.shape)}]", tensor._version, version)
 

@@ -23,11 +23,7 @@ _MOMENTS = {"loss": "the loss", "optimizer step": "the optimizer step"}
 
 
 def predictions(comparison: Comparison, setup: Setup) -> list[Prediction]:
-    """The predictions for the stock and the patched model.
-
-    Raises:
-        ModelError: one of the two steps cannot be traced.
-    """
+    """The predictions for the stock and the patched model; a ModelError if one of the two cannot be traced."""
     of = comparison.step
     assert of is not None, "a comparison by compare_training has one"
     ways = ((of.stock, comparison.before.trace), (of, comparison.after.trace))

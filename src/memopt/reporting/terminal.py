@@ -31,11 +31,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
-    """Every site of the plan with its action and reason; sites that differ only in their layer are one row.
-
-    Args:
-        verbose: one row for every site.
-    """
+    """Every site with its action and reason; sites that differ only in their layer are one row, unless `verbose`."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column("what", no_wrap=True)
     table.add_column("n", justify="right", no_wrap=True)

@@ -107,10 +107,7 @@ def check_modules(
     otherwise: Callable[[], str],
 ) -> Check:
     """The check of the modules `swapped` together, which names the module at fault.
-
-    Args:
-        worst, run, otherwise: the result with all of them patched; see :func:`culprit`.
-    """
+    `worst`: the result with all of them patched; `run`, `otherwise`: see :func:`culprit`."""
     return limited(
         "gradient.modules",
         "all patched modules" if worst.value <= LIMITS[dtype] else culprit(run, LIMITS[dtype], swapped, otherwise),

@@ -71,11 +71,7 @@ def blocks_to_stream(trial: CheckpointTrial) -> tuple[tuple[str, ...], torch.dty
 
 
 def verify_streamed(trial: CheckpointTrial, blocks: Sequence[str], stored: torch.dtype) -> list[Check]:
-    """The checks of `verify_gradient`, with one of `blocks` in memory at a time.
-
-    Raises:
-        ModelError: accelerate is not installed.
-    """
+    """The checks of `verify_gradient`, with one of `blocks` in memory at a time."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memopt-") as scratch, quiet():
         shelf = Shelf(blocks, Path(scratch))

@@ -106,11 +106,7 @@ class CheckpointTrial:
 
 def report_sections(request: Request, note: Callable[[str], None] | None = None) -> tuple[Section, ...]:
     """The sections that patches add to a report; only a local folder has weights to measure with.
-
-    Args:
-        request: the model, the recipe and the training of the report.
-        note: called with a sentence before a step that takes long.
-    """
+    `note` is called with a sentence before a step that takes long."""
     folder, inputs = user_path(request.model), given_batch(request.inputs)
     trial = CheckpointTrial(folder, chosen_recipe(request), request.trust_remote_code, inputs)
     trains_all, tell = request.train == "full", note or (lambda text: None)

@@ -103,11 +103,7 @@ _COLUMNS, _ROWS = ("lora_A.weight", "lora_A"), ("lora_B.weight", "lora_B")
 
 
 def open_adapter(folder: str | Path) -> Adapter:
-    """Open the folder of a PEFT adapter; reads headers only.
-
-    Raises:
-        ModelError: `folder` is not an adapter's, or a file in it is damaged or a pickle.
-    """
+    """Open the folder of a PEFT adapter, headers only; a ModelError if it is none, or a file is damaged or a pickle."""
     root = user_path(folder).resolve()
     if not (root / ADAPTER_CONFIG).is_file():
         raise ModelError(f"'{folder}' has no {ADAPTER_CONFIG}.", "Give the folder of a PEFT adapter.")

@@ -31,12 +31,7 @@ _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def refuse(sides: Sides) -> None:
-    """Raise if the adapter has no exact form on the other side.
-
-    Raises:
-        ModelError: a tensor has another size than the model's.
-        NegativeVerdict: a part has no exact form; the message names it.
-    """
+    """Raise a NegativeVerdict that names the part, if a part of the adapter has no exact form on the other side."""
     kind, config = sides.adapter.kind, sides.adapter.config
     if kind not in _KINDS:
         raise sides.refusal(f"memopt does not know what adapters of the kind {kind} compute")

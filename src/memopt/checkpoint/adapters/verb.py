@@ -207,15 +207,7 @@ def _digests(folder: Path, folds: tuple[Fold, ...]) -> tuple[str, ...]:
 
 
 def _write(adapter: Adapter, converted: Converted, fit: Fit, out: Path, *, base: str, note: Note) -> None:
-    """Write the adapter to the folder `out`; all of it or nothing.
-
-    Args:
-        base: the base model to name in the adapter's config.
-
-    Raises:
-        OutputError: `out` cannot be used or written.
-        NegativeVerdict: a value has no form on the other side.
-    """
+    """Write the adapter to the folder `out`, all of it or nothing; its config names the base model `base`."""
     source = adapter.source
     out = check_target(out, source.root, force=None)
     header = build_header(WEIGHTS, converted.tensors)

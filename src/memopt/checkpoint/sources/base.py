@@ -62,18 +62,10 @@ class Format(Protocol):
     """Whether opening such a file can run code, so that the user has to allow it."""
 
     def is_in(self, root: Path) -> bool:
-        """Whether the folder has weights in this format under the names that transformers looks for.
-
-        Raises:
-            ModelError: its index is damaged or names a file that is missing.
-        """
+        """Whether the folder has weights in this format under the names that transformers looks for."""
 
     def open(self, root: Path) -> Weights:
-        """The weights of a folder that has this format.
-
-        Raises:
-            ModelError: a file is missing, damaged or not of the format.
-        """
+        """The weights of a folder that has this format; a ModelError if a file is missing, damaged or of another."""
 
 
 def parse_index(path: Path, content: bytes) -> dict[str, str]:
@@ -89,11 +81,7 @@ def parse_index(path: Path, content: bytes) -> dict[str, str]:
 
 
 def named_shards(index: Path, weight_map: Mapping[str, str]) -> list[Path]:
-    """The files that an index names, in order.
-
-    Raises:
-        ModelError: one is missing.
-    """
+    """The files that an index names, in order; a ModelError if one is missing."""
     paths = [index.parent / name for name in sorted(set(weight_map.values()))]
     if len(paths) > _MAX_SHARDS:
         raise ModelError(f"'{index}' names {len(paths):,} shards; memopt reads at most {_MAX_SHARDS:,}.")

@@ -92,11 +92,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_headers(paths: Iterable[Path]) -> list[Header]:
-    """Headers of the shards of one checkpoint.
-
-    Raises:
-        ModelError: one is damaged, or together they are larger than the header of a single file may be.
-    """
+    """Headers of the shards of one checkpoint; a ModelError if one is damaged, or all together are too large."""
     found = []
     tensors = size = 0
     for path in paths:
@@ -128,11 +124,7 @@ def build_header(shard: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]])
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype for a safetensors dtype.
-
-    Raises:
-        ModelError: torch has none (the sub-byte formats).
-    """
+    """torch's dtype for a safetensors dtype; a ModelError if torch has none (the sub-byte formats)."""
     import torch
 
     names = {

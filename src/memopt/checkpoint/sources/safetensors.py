@@ -60,11 +60,7 @@ class SafetensorsFiles(Weights):
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
-    """Check that an index names exactly the tensors of the shards.
-
-    Raises:
-        ModelError: the index names a tensor that its shard lacks, or lacks a tensor of a shard.
-    """
+    """Raise a ModelError unless the index names exactly the tensors of the shards."""
     for name, shard in weight_map.items():
         if name not in headers[shard].tensors:
             raise ModelError(f"'{path}' places tensor '{name}' in '{shard}', which does not contain it.")

@@ -166,11 +166,7 @@ def sha256(path: Path, advance: Callable[[int], None] | None = None) -> str:
 
 
 def _check_named(root: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a config that names a weight file which transformers loads in place of the one that is read here.
-
-    Raises:
-        ModelError: the file has another name than ``model.safetensors`` or its index.
-    """
+    """Refuse a config that names a weight file which transformers loads in place of the one that is read here."""
     named = config.get("transformers_weights")
     if named not in (None, SINGLE, INDEX) or (named == INDEX and (root / SINGLE).is_file()):
         raise ModelError(

@@ -81,11 +81,7 @@ def launch_config(kernel: str, hidden: int, dtype: torch.dtype) -> LaunchConfig:
 
 
 def read_table(path: Path) -> Table:
-    """The table in a file that ``python -m tools.kernels.tune`` wrote.
-
-    Raises:
-        LaunchTableError: the file cannot be read or is not valid.
-    """
+    """The table in a file that ``python -m tools.kernels.tune`` wrote; a LaunchTableError if it is not valid."""
     try:
         text = path.read_text()
     except OSError as error:

@@ -56,11 +56,8 @@ _OPERATORS: dict[Any, tuple[_Backward, tuple[int, ...]]] = {
 
 
 class ByHeads(TorchFunctionMode):
-    """While this mode is active, the backward of fused attention runs by groups of heads.
-
-    Args:
-        room: bytes that a group may take; the smallest group is one key head.
-    """
+    """While this mode is active, the backward of fused attention runs by groups of heads that take at most `room`
+    bytes; the smallest group is one key head."""
 
     def __init__(self, room: int) -> None:
         super().__init__()

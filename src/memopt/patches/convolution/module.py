@@ -22,13 +22,7 @@ _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 def patch_convolution(module: nn.Module, scope: ScopeRewrite | None = None) -> None:
     """Let `module`, a convolution by :func:`is_convolution`, run as memopt's function if its input is recomputed.
-
-    Args:
-        scope: the scope in which `module` runs; None if it has none of its own.
-
-    Raises:
-        ValueError: the module cannot be swapped.
-    """
+    `scope`: the scope in which `module` runs; None if it has none of its own."""
     swap_forward(module, _forward, scope)
 
 

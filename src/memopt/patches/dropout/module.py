@@ -39,11 +39,7 @@ class DropoutRewrite:
 
 
 def patch_dropout(module: nn.Module) -> None:
-    """Make `module` draw its mask from a seed, and save only the seed.
-
-    Raises:
-        ValueError: the module cannot be swapped, or is not a dropout of single elements.
-    """
+    """Make `module`, a dropout of single elements, draw its mask from a seed, and save only the seed."""
     probability = _probability_of(module)
     x = torch.ones(2, 3, device="cpu")
     reads = observed_reads(module, lambda alone: alone.forward(x), fresh=(probability,))
@@ -74,11 +70,7 @@ def may_be_seeded(x: Any) -> bool:
 
 
 def _probability_of(module: nn.Module) -> str:
-    """Name of the attribute that holds the probability of `module`, a dropout of single elements.
-
-    Raises:
-        ValueError: `module` is no such dropout.
-    """
+    """Name of the attribute that holds the probability; a ValueError if `module` is no dropout of single elements."""
     if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
         raise ValueError("it has tensors of its own, so it is not a plain dropout")
     if next(module.children(), None) is not None:

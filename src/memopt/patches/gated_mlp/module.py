@@ -53,11 +53,7 @@ _gated_product_fused_whole = kept_whole()(gated_product_fused)
 
 
 def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, scope: ScopeRewrite) -> None:
-    """Make `module` run its activation and product as one operator.
-
-    Raises:
-        ValueError: the module cannot be swapped, or its forward is not down(act(gate(x)) * up(x)).
-    """
+    """Make `module`, whose forward is down(act(gate(x)) * up(x)), run its activation and product as one operator."""
     if site.form is None or site.children is None:
         raise ValueError("its forward does more than down(act(gate(x)) * up(x))")
     gate, up, down = site.children

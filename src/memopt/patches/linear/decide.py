@@ -29,11 +29,7 @@ class LinearRules(Rules):
 
 
 def decide_linear(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str]:
-    """The action for a linear, and the reason.
-
-    Args:
-        producers: names from :func:`recomputed_producers`.
-    """
+    """The action for a linear, and the reason; `producers`: names from :func:`recomputed_producers`."""
     action, why = _decide_output(site, plan, producers) or (LEFT, "")
     if action == RECOMPUTE:
         return action, why

@@ -97,10 +97,7 @@ def adopt_linears(root: nn.Module, *, outputs: Mapping[str, bool] | None = None)
 
 def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
     """Apply :func:`patch_output` to the modules that have these names now: adapters may have been added or removed.
-
-    Args:
-        outputs: name relative to `root` -> `input_is_saved`.
-    """
+    `outputs`: name relative to `root` -> `input_is_saved`."""
     there = dict(root.named_modules())
     standing = {name: there[name] for name in outputs if name in there}
     for name, module in standing.items():

@@ -47,9 +47,6 @@ def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
     Args:
         module: takes one tensor and returns one: a linear, perhaps with adapters.
         input_is_saved: whether its input is saved even if its own weight is frozen.
-
-    Raises:
-        ValueError: the module cannot be swapped.
     """
     weight = module._parameters.get("weight")
     # Weights of integers are quantised: their linears cast as `F.linear` does.

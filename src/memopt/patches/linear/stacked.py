@@ -39,11 +39,7 @@ class StackedRewrite:
 
 
 def patch_stacked(module: nn.Module) -> None:
-    """Let backward recompute tensors that `module` reads: weights computed from parameters, rows of its inputs.
-
-    Raises:
-        ValueError: the module cannot be swapped.
-    """
+    """Let backward recompute tensors that `module` reads: weights computed from parameters, rows of its inputs."""
     swap_forward(module, _forward, StackedRewrite(without_modes(module)))
 
 

@@ -161,11 +161,7 @@ def _dtype_of_loss(
     autocast: torch.dtype | None,
     device: torch.device,
 ) -> torch.dtype:
-    """The dtype of the stock loss of tensors of these dtypes: autocast computes it in fp32.
-
-    Raises:
-        RuntimeError: the stock function takes no such dtypes together.
-    """
+    """The dtype of the stock loss of tensors of these dtypes, or its error: autocast computes it in fp32."""
     with torch.no_grad(), no_dispatch():  # hidden from modes that count allocations: only the first step computes it
         row = torch.zeros((1, 2), dtype=logits, device=device)
         labels = torch.zeros((1, 2) if target.is_floating_point else (1,), dtype=target, device=device)

@@ -39,9 +39,6 @@ def patch_replay(module: nn.Module, norm: NormSite | None = None, *, folded: boo
         module: a module that was found to repeat its output when it runs again, with small parameters.
         norm: its site, if it is a norm.
         folded: whether the affine of the norm is folded into other weights.
-
-    Raises:
-        ValueError: the module cannot be swapped.
     """
     with freezing(module, norm if folded else None) as frozen:
         by_rows = norm is not None and norm.by_rows

@@ -86,10 +86,7 @@ class GradientMemoryCallback(TrainerCallback):
 
 
 def _indexed(dataset: Any) -> IndexedDataset:
-    """
-    Raises:
-        InputsError: `dataset` is no IndexedDataset and no subset of one.
-    """
+    """The IndexedDataset that `dataset` is, or is a subset of; an InputsError if there is none."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     if isinstance(dataset, IndexedDataset):
@@ -107,11 +104,7 @@ def _indexed(dataset: Any) -> IndexedDataset:
 
 
 def _longest(dataset: IndexedDataset) -> int:
-    """The largest number of tokens in the samples that are read.
-
-    Raises:
-        InputsError: none of these samples has tokens.
-    """
+    """The largest number of tokens in the samples that are read; an InputsError if none of them has tokens."""
     step = -(-len(dataset) // _LOOKED_AT) or 1
     with torch.random.fork_rng(devices=[]):
         longest = max((_tokens(dataset[i]) for i in range(0, len(dataset), step)), default=0)

@@ -34,11 +34,7 @@ class SumNormRewrite:
 
 
 def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | None) -> None:
-    """Make `module` pass both terms of its sum to its norm.
-
-    Raises:
-        ValueError: the module cannot be swapped.
-    """
+    """Make `module` pass both terms of its sum to its norm."""
     stand_ins = {name: nn.Identity() for name in (site.dense, site.between, site.norm) if name is not None}
     x = torch.ones(2, 3, device="cpu")
     reads = observed_reads(module, lambda alone: alone.forward(x, x), children=stand_ins)

@@ -160,11 +160,7 @@ def _outputs(module: nn.Module, x: Tensor, products: list[int] | None = None) ->
 
 
 def by_rows(output: Tensor, *leading: int) -> Tensor:
-    """`output` with one row for each token: its first dimensions are `leading`, or one dimension for both.
-
-    Raises:
-        ValueError: its first dimensions are neither.
-    """
+    """`output` with one row for each token; a ValueError unless its first dimensions are `leading`, or one for both."""
     rows = leading[0] * leading[1]
     if output.shape[:2] == leading:
         return output.reshape(rows, *output.shape[2:])

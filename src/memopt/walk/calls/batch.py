@@ -68,11 +68,7 @@ def given_batch(inputs: Batch | str | Path | None) -> Batch | None:
 
 
 def check_names(model: nn.Module, batch: Batch) -> None:
-    """Refuse an argument that no forward of `model` takes: a forward with ``**kwargs`` would ignore it silently.
-
-    Raises:
-        InputsError: there is such an argument; the message names the nearest argument that the model takes.
-    """
+    """Refuse an argument that no forward of `model` takes: a forward with ``**kwargs`` would ignore it silently."""
     known = list(dict.fromkeys(_known_names(model)))
     unknown = [name for name in batch if name not in known]
     if unknown and known:

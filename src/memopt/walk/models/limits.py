@@ -35,11 +35,8 @@ class _Stopped(BaseException):
 
 
 def check_counts(settings: Mapping[str, Any]) -> None:
-    """Check the numbers of layers, blocks, experts and pixels in a config.json, nested configs included.
-
-    Raises:
-        ModelError: a number is larger or smaller than in any model.
-    """
+    """Raise a ModelError if a config.json, nested configs included, has more or fewer layers, blocks, experts or pixels
+    than any model."""
     queue: list[Any] = [settings]
     while queue:
         value = queue.pop()

@@ -128,10 +128,7 @@ ARGUMENTS: tuple[tuple[re.Pattern[str], Build], ...] = tuple(
 
 def foreign(model: nn.Module, variant: str, seed: int, run: Run) -> Forms:
     """Forms in which to call a model without a transformers config; forms with one detail are alternatives.
-
-    Args:
-        run: calls the model; it serves to fit widths, and to find the first image or sequence that runs.
-    """
+    `run` calls the model: to fit widths, and to find the first image or sequence that runs."""
     it = Foreign.of(model, variant, seed)
     reads_images = any(isinstance(module, nn.Conv2d | nn.Conv3d) for module in model.modules())
     yield from _of_the_model_inside(it, variant, seed)

@@ -29,11 +29,7 @@ def image_in_text(request: Request) -> Forms:
 
 
 def stated_images(request: Request) -> Forms:
-    """Text with as many images as a step asks for.
-
-    Raises:
-        ModelError: no token of the model stands for an image.
-    """
+    """Text with as many images as a step asks for; a ModelError if no token of the model stands for an image."""
     if not isinstance(request.setting(*PLACEHOLDERS["image"]), int):
         name = type(request.model).__name__
         raise ModelError(f"{name} has no token that stands for an image in text.", "Leave out --images.")
