@@ -190,13 +190,9 @@ class _Comparison:
             shapes = {tuple(run[0][field].shape) for run in (*runs, self.truth)}
             if len(shapes) > 1:
                 yield Check(
-                    id="forward.shape",
-                    level="forward",
-                    subject=field,
-                    status="fail",
-                    reference=self.reference,
+                    id="forward.shape", level="forward", subject=field, status="fail", reference=self.reference,
                     detail="the two models give it different shapes: " + " and ".join(map(str, sorted(shapes))),
-                )
+                )  # fmt: skip
                 continue
             if field.partition("[")[0] in self.changed:
                 yield self._changed_output(field)
@@ -211,18 +207,12 @@ class _Comparison:
                 errors = self.errors(run, field, left_out)
                 ratio = errors.rms / bound if bound else (0.0 if errors.rms == 0 else float("inf"))
                 yield limited(
-                    "forward.error_ratio",
-                    f"{field}, {candidate}",
-                    ratio,
-                    PASS_RATIO * chance,
-                    "RMS error / the original's own",
-                    "one more rounding of the weights predicts 1.12; above 2 fails",
-                    self.reference,
-                    errors.n,
+                    "forward.error_ratio", f"{field}, {candidate}", ratio, PASS_RATIO * chance,
+                    "RMS error / the original's own", "one more rounding of the weights predicts 1.12; above 2 fails",
+                    self.reference, errors.n,
                     f"RMS error {errors.rms:.3g}, the original's {original.rms:.3g}, inputs: {self.probe_source}"
-                    + _left_out(left_out),
-                    warns=WARN_RATIO * chance,
-                )
+                    + _left_out(left_out), warns=WARN_RATIO * chance,
+                )  # fmt: skip
             if field == "logits":
                 yield self._divergence(originals, left_out, chance**2)
 
@@ -230,16 +220,11 @@ class _Comparison:
         errors = self.errors(self.outputs["patched"], field)
         size = math.sqrt(errors.square_truth / max(errors.n, 1))
         return Check(
-            id="forward.changed_output",
-            level="forward",
-            subject=f"{field}, patched",
-            status="pass",
-            metric="RMS change / RMS of the original's",
-            value=errors.rms / size if size else float("inf"),
-            reference=self.reference,
-            n=errors.n,
+            id="forward.changed_output", level="forward", subject=f"{field}, patched", status="pass",
+            metric="RMS change / RMS of the original's", value=errors.rms / size if size else float("inf"),
+            reference=self.reference, n=errors.n,
             detail="changed on purpose: the recipe's norms.hidden_states lets folds change hidden states",
-        )
+        )  # fmt: skip
 
     def errors(self, run: Run, field: str, left_out: list[Tensor] | None = None) -> _Errors:
         errors = _Errors()
@@ -271,18 +256,13 @@ class _Comparison:
         floor = max(floor, torch.finfo(torch.float64).eps)
         ratio = divergence / max(own, floor / PASS_DIVERGENCE)
         return limited(
-            "forward.divergence_ratio",
-            "logits, patched",
-            ratio,
-            PASS_DIVERGENCE * chance,
-            "mean KL divergence / the original's own",
-            "the divergence grows with the square of the error",
-            self.reference,
-            count,
+            "forward.divergence_ratio", "logits, patched", ratio, PASS_DIVERGENCE * chance,
+            "mean KL divergence / the original's own", "the divergence grows with the square of the error",
+            self.reference, count,
             f"KL {divergence:.3g}, the original's {own:.3g}; top choice agrees with the reference "
             f"in {agreement:.1%} of positions, the original's in {own_agreement:.1%}{_left_out(left_out)}",
             warns=WARN_DIVERGENCE * chance,
-        )
+        )  # fmt: skip
 
 
 def _left_out(rows: list[Tensor] | None) -> str:

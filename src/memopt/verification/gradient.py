@@ -138,16 +138,10 @@ def check_parameters(patched: Gradients, stock: Gradients, folded: frozenset[str
         f"{name} has one, and none in stock modules" for name in extra
     ]
     return limited(
-        "gradient.parameters",
-        (lost + extra)[0] if wrong else "parameters",
-        len(wrong),
-        0,
-        "parameters whose gradient is missing or extra",
-        "only parameters that a fold made constant are not trained",
-        "stock modules, less the folds in memopt.json",
-        len(stock),
-        first_of(wrong, between="; "),
-    )
+        "gradient.parameters", (lost + extra)[0] if wrong else "parameters", len(wrong), 0,
+        "parameters whose gradient is missing or extra", "only parameters that a fold made constant are not trained",
+        "stock modules, less the folds in memopt.json", len(stock), first_of(wrong, between="; "),
+    )  # fmt: skip
 
 
 def compare_gradients(
@@ -188,27 +182,14 @@ def compare_gradients(
     median = statistics.median(found.values())
     worst = max(names, key=lambda name: (found[name] != found[name], found[name] / limits[name]))
     yield limited(
-        "gradient.median_error_ratio",
-        f"{len(found)} parameters",
-        median,
-        PASS_RATIO,
-        "median of RMS error / stock modules' own",
-        "the same arithmetic in another order",
-        reference,
-        len(found),
-        f"loss {patched_loss:.6f}, stock {stock_loss:.6f}",
-        warns=WARN_RATIO,
-    )
+        "gradient.median_error_ratio", f"{len(found)} parameters", median, PASS_RATIO,
+        "median of RMS error / stock modules' own", "the same arithmetic in another order", reference, len(found),
+        f"loss {patched_loss:.6f}, stock {stock_loss:.6f}", warns=WARN_RATIO,
+    )  # fmt: skip
     yield limited(
-        "gradient.worst_error_ratio",
-        worst,
-        found[worst],
-        limits[worst],
-        "worst RMS error / stock modules' own",
-        "2, times the quantile of the ratio for so many independent errors",
-        reference,
-        truth[worst].numel(),
-    )
+        "gradient.worst_error_ratio", worst, found[worst], limits[worst], "worst RMS error / stock modules' own",
+        "2, times the quantile of the ratio for so many independent errors", reference, truth[worst].numel(),
+    )  # fmt: skip
 
 
 _skipped = functools.partial(skipped, "gradient.median_error_ratio", "parameters")

@@ -143,45 +143,25 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
     subject = f"{len(blocks)} blocks" if blocks else "whole model"
     ratio = after / before if before else float("nan")
     yield Check(
-        id="memory.kept",
-        level="memory",
-        subject=subject,
-        status="pass" if ratio < 1 else "fail",
-        metric="bytes saved for backward / the stock model's",
-        value=ratio,
-        threshold=1.0,
-        threshold_reason="patching must save",
-        reference="stock modules, same weights and inputs",
-        n=after,
-        detail=(
-            f"{_mib(before)} -> {_mib(after)} in the {subject}, "
-            f"whole model {_mib(stock.total)} -> {_mib(patched.total)}"
-        ),
-    )
+        id="memory.kept", level="memory", subject=subject, status="pass" if ratio < 1 else "fail",
+        metric="bytes saved for backward / the stock model's", value=ratio, threshold=1.0,
+        threshold_reason="patching must save", reference="stock modules, same weights and inputs", n=after,
+        detail=f"{_mib(before)} -> {_mib(after)} in the {subject}, "
+        f"whole model {_mib(stock.total)} -> {_mib(patched.total)}",
+    )  # fmt: skip
     growing = [block for block in blocks if patched.per_block()[block] > stock.per_block()[block]]
     yield limited(
-        "memory.no_block_grows",
-        growing[0] if growing else subject,
-        float(len(growing)),
-        0.0,
-        "blocks that save more than before",
-        reference="stock modules, same weights and inputs",
-        n=len(blocks),
-    )
+        "memory.no_block_grows", growing[0] if growing else subject, float(len(growing)), 0.0,
+        "blocks that save more than before", reference="stock modules, same weights and inputs", n=len(blocks),
+    )  # fmt: skip
     hidden = live - patched.saved
     yield Check(
-        id="memory.nothing_hidden",
-        level="memory",
+        id="memory.nothing_hidden", level="memory",
         subject=patched.hidden_in if hidden and patched.hidden_in else "whole model",
-        status="pass" if hidden == 0 else "fail",
-        metric="live bytes after forward that are in no saved tensor",
-        value=float(hidden),
-        threshold=0.0,
-        threshold_reason="every live byte belongs to a saved tensor",
-        reference="live storages after the forward",
-        n=live,
-        detail=f"inputs: {probes.source}",
-    )
+        status="pass" if hidden == 0 else "fail", metric="live bytes after forward that are in no saved tensor",
+        value=float(hidden), threshold=0.0, threshold_reason="every live byte belongs to a saved tensor",
+        reference="live storages after the forward", n=live, detail=f"inputs: {probes.source}",
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -270,17 +250,11 @@ def _against_plan(patched: Account, predicted: Account) -> Iterator[Check]:
     measured, planned = _of_blocks(patched), _of_blocks(predicted)
     drift = abs(measured - planned) / planned if planned else float("nan")
     yield limited(
-        "memory.plan",
-        f"{len(patched.blocks)} blocks" if patched.blocks else "whole model",
-        drift,
-        PASS_DRIFT,
-        "difference to the plan's bytes",
-        "10 % is PyTorch's own tolerance for its memory tracker; 3 % is this tool's",
-        "trace of the plan from the config alone",
-        measured,
-        f"planned {_mib(planned)}, measured {_mib(measured)}",
+        "memory.plan", f"{len(patched.blocks)} blocks" if patched.blocks else "whole model", drift, PASS_DRIFT,
+        "difference to the plan's bytes", "10 % is PyTorch's own tolerance for its memory tracker; 3 % is this tool's",
+        "trace of the plan from the config alone", measured, f"planned {_mib(planned)}, measured {_mib(measured)}",
         warns=WARN_DRIFT,
-    )
+    )  # fmt: skip
 
 
 def _of_blocks(kept: Account) -> int:

@@ -77,17 +77,10 @@ def verify_modules(
     record = record_of(model)
     refused = () if record is None else record.refused
     yield limited(
-        "gradient.patched",
-        refused[0][0] if refused else "all planned modules",
-        len(refused),
-        0,
-        "modules that are planned and could not be patched",
-        "modules that are unchanged are not compared",
-        "the plan",
-        len(swapped),
-        "; ".join(f"{name}: {reason}" for name, reason in refused[:3]),
-        warns=math.inf,
-    )
+        "gradient.patched", refused[0][0] if refused else "all planned modules", len(refused), 0,
+        "modules that are planned and could not be patched", "modules that are unchanged are not compared", "the plan",
+        len(swapped), "; ".join(f"{name}: {reason}" for name, reason in refused[:3]), warns=math.inf,
+    )  # fmt: skip
     yield check_modules(
         worst, run, swapped, truth, dtype, reference, lambda: _unlike_module(swapped, model, probes, traces, dtype)
     )
@@ -111,14 +104,10 @@ def check_modules(
     return limited(
         "gradient.modules",
         "all patched modules" if worst.value <= LIMITS[dtype] else culprit(run, LIMITS[dtype], swapped, otherwise),
-        worst.value,
-        LIMITS[dtype],
-        "largest relative difference of an output or gradient",
-        "only the modules differ, so only roundings of this precision may",
-        reference,
-        len(truth.outputs) + len(truth.gradients),
-        f"most in {worst.where}",
-    )
+        worst.value, LIMITS[dtype], "largest relative difference of an output or gradient",
+        "only the modules differ, so only roundings of this precision may", reference,
+        len(truth.outputs) + len(truth.gradients), f"most in {worst.where}",
+    )  # fmt: skip
 
 
 def check_alone(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Iterator[Check]:
@@ -129,16 +118,11 @@ def check_alone(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Iterato
     if alone:
         name = max(alone, key=lambda each: alone[each].order)
         yield limited(
-            "gradient.alone",
-            name,
-            alone[name].value,
-            LIMITS[dtype],
+            "gradient.alone", name, alone[name].value, LIMITS[dtype],
             "largest relative difference of a norm or activation alone",
             "only the module differs, so only roundings of this precision may",
-            "the stock module, on random inputs of sizes 1e-6 to 30",
-            len(alone),
-            f"most in {alone[name].where}",
-        )
+            "the stock module, on random inputs of sizes 1e-6 to 30", len(alone), f"most in {alone[name].where}",
+        )  # fmt: skip
 
 
 def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:

@@ -55,26 +55,17 @@ def verify_side_files(
     if source is None:
         return
     stock = {key: value for key, value in patched.config.items() if key != CONFIG_KEY}
+    wrong = sorted({*_twice(patched)} - {*_twice(source)})
+    wrong += (_phrase(*each) for each in differences(source.config, stock))
     yield _check(
-        "config",
-        "config.json",
-        [
-            *sorted({*_twice(patched)} - {*_twice(source)}),
-            *(_phrase(*each) for each in differences(source.config, stock)),
-        ],
-        metric="values that differ",
-        reference="the source's config.json",
+        "config", "config.json", wrong, metric="values that differ", reference="the source's config.json",
         n=len(source.config),
-    )
+    )  # fmt: skip
     yield _check(
-        "side_files",
-        "tokenizer, code and all other files",
-        list(_file_differences(manifest, source, patched)),
-        metric="files that are missing, added or differ",
-        reference="the source's files",
-        n=len(source.side_files),
+        "side_files", "tokenizer, code and all other files", list(_file_differences(manifest, source, patched)),
+        metric="files that are missing, added or differ", reference="the source's files", n=len(source.side_files),
         note=f"patch leaves out other weights: {', '.join(source.left_out)}" if source.left_out else "",
-    )
+    )  # fmt: skip
 
 
 def verify_saved_again(record: PatchedFolder, against: str | None, *, trust_remote_code: bool = False) -> list[Check]:
@@ -115,17 +106,12 @@ def verify_names(folder: Path, *, trust_remote_code: bool = False) -> Check:
     except ModelError as error:
         return Check("weights.names", "weights", str(folder), "fail", detail=str(error))
     return Check(
-        "weights.names",
-        "weights",
-        names.model,
-        "fail" if names.wrong else "warn" if names.random else "pass",
-        metric="tensors that the model and the files do not share",
-        value=len(names.wrong),
-        threshold=0,
+        "weights.names", "weights", names.model, "fail" if names.wrong else "warn" if names.random else "pass",
+        metric="tensors that the model and the files do not share", value=len(names.wrong), threshold=0,
         threshold_reason="a load of the folder draws missing tensors at random",
         reference="the model of config.json, as transformers loads it",
         detail=first_of(names.wrong, SHOWN, "; ") or "; ".join(names.notes),
-    )
+    )  # fmt: skip
 
 
 def random_tensors(level: Level, record: PatchedFolder, pair: Pair | None, trust_remote_code: bool) -> list[Check]:
@@ -291,16 +277,10 @@ def _check(
 ) -> Check:
     shown = first_of(wrong, between="; ")
     return Check(
-        id=f"weights.{name}",
-        level="weights",
-        subject=subject,
-        status=status if wrong else "pass",
-        value=float(len(wrong)),
-        threshold=0.0,
-        threshold_reason="a loader reads it: any difference is another model",
-        detail="; ".join(filter(None, (shown, note))),
-        **fields,
-    )
+        id=f"weights.{name}", level="weights", subject=subject, status=status if wrong else "pass",
+        value=float(len(wrong)), threshold=0.0, threshold_reason="a loader reads it: any difference is another model",
+        detail="; ".join(filter(None, (shown, note))), **fields,
+    )  # fmt: skip
 
 
 def _is_result(name: str) -> bool:

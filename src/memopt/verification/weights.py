@@ -132,15 +132,11 @@ def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digest
     # Files for inference engines are no part of the model, and users complete them.
     edited = all(name in manifest.emitted and name in file_names() for name, _ in found)
     return _check(
-        "files",
-        str(folder),
-        "pass" if not wrong else "warn" if edited else "fail",
-        metric="files that differ from the manifest",
-        value=len(wrong),
-        reference="SHA-256 in memopt.json",
+        "files", str(folder), "pass" if not wrong else "warn" if edited else "fail",
+        metric="files that differ from the manifest", value=len(wrong), reference="SHA-256 in memopt.json",
         n=len(manifest.files),
         detail=first_of(wrong, between="; ") + (_SAVED_OVER if "config.json was changed" in wrong else ""),
-    )
+    )  # fmt: skip
 
 
 def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointSource | None, str]:
@@ -169,15 +165,9 @@ def _check_original(
         detail = f"{', '.join(wrong)} changed since the patch"
         detail += "; its tensors are compared anyway" if given else ": give the original with --against"
     check = _check(
-        "source",
-        source.model,
-        status,
-        metric="source files that differ from the manifest",
-        value=len(wrong),
-        reference="SHA-256 in memopt.json",
-        n=len(record.files),
-        detail=detail,
-    )
+        "source", source.model, status, metric="source files that differ from the manifest", value=len(wrong),
+        reference="SHA-256 in memopt.json", n=len(record.files), detail=detail,
+    )  # fmt: skip
     return (None if status == "skip" else source), check
 
 
@@ -228,29 +218,20 @@ def _check_tensors(folds: tuple[Fold, ...], results: dict[str, TensorComparison]
 def _check_fold(fold: Fold, results: dict[str, TensorComparison]) -> Check:
     wrong = {name: results[name].different for name in sorted(fold.touched) if results[name].different}
     return _check(
-        "fold",
-        fold.norm,
-        "fail" if wrong else "pass",
-        metric="elements that differ",
-        value=sum(wrong.values()),
+        "fold", fold.norm, "fail" if wrong else "pass", metric="elements that differ", value=sum(wrong.values()),
         reference="the source's tensors, folded in fp64 and rounded once",
         n=sum(results[name].elements for name in fold.touched),
         detail=first_of([f"{name}: {count}" for name, count in wrong.items()]),
-    )
+    )  # fmt: skip
 
 
 def _check_range(results: list[TensorComparison]) -> Check:
     total = sum(results, TensorComparison())
     return _check(
-        "range",
-        "folded tensors",
-        "fail" if total.infinities else "pass",
-        metric="elements that became infinite or NaN",
-        value=total.infinities,
-        reference="source",
-        n=total.elements,
+        "range", "folded tensors", "fail" if total.infinities else "pass",
+        metric="elements that became infinite or NaN", value=total.infinities, reference="source", n=total.elements,
         detail=f"{total.zeros} became zero, {total.subnormals} subnormal",
-    )
+    )  # fmt: skip
 
 
 def _changed(source: CheckpointSource, files: Mapping[str, FileRecord], read: Mapping[Path, str]) -> list[str]:
