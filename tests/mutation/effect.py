@@ -18,7 +18,7 @@ from memopt.patches.registry import having
 from memopt.trace.account import live_bytes
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, stored_dtype
-from memopt.verification.trial import training_loss, training_step
+from memopt.verification.trial import loss_of, training_step
 from memopt.walk.aten.precision import precise
 from tests.mutation.site import Site
 
@@ -74,7 +74,7 @@ def _run(folder: Path) -> _Run:
         probes = probe_inputs(model, folder)
         # In the stored dtype: a module in fp32 (T5's wo) saves a cast in it, whatever its producer saves.
         inputs = cast_inputs({**probes.batches[0], **probes.targets[0]}, stored_dtype(model))
-        live = live_bytes(lambda: training_loss(model, inputs))
+        live = live_bytes(lambda: loss_of(model(**inputs)))
         # Widened when it is patched: norms are proved against stock ones, which cast to fp32.
         with contextlib.suppress(ValueError, AttributeError):  # PyTorch has no grouped products in fp64
             model.set_experts_implementation("eager")

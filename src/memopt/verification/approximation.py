@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memopt.environment.generators import seed_cpu
 from memopt.patches.capabilities import Checks
-from memopt.patches.checks import Check, limited
+from memopt.patches.checks import Check, limited, worst_name
 from memopt.patches.registry import having
 from memopt.plan.recipe import Recipe
 from memopt.verification.models import load_run_free
@@ -58,7 +58,7 @@ def _checks(
         for name in both
         if exact[name].numel() >= _FEWEST and float(exact[name].square().mean()) ** 0.5 > _ZERO * largest
     }
-    worst = max(layers, key=lambda name: (math.isnan(layers[name]), layers[name]), default="")
+    worst = worst_name(layers)
     detail = f"cosine {cosine:.4f}" + (f"; most in {worst}: {layers[worst]:.3g}" if worst else "")
     name = f"{len(both)} parameters"
     yield _check(

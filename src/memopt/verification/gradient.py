@@ -24,9 +24,10 @@ from memopt.verification.models import Reference, load_run_free, reference_for, 
 from memopt.verification.modules import Traces, traced, verify_modules
 from memopt.verification.ratios import (
     STOCK_RUNS,
+    SYSTEMATIC,
+    chance_ratio,
     fewest_elements,
     independent_errors,
-    largest_ratio,
     rms,
     typical_errors,
 )
@@ -178,7 +179,7 @@ def compare_gradients(
         bound = max(rms(errors[name]), typical.get(name, 0.0) * sizes[name], rounding / PASS_RATIO)
         error = statistics.median(rms(run[name].double() - truth[name].double()) for run in patched)
         found[name] = error / bound if bound else 0.0 if error == 0 else float("inf")
-        limits[name] = largest_ratio(independent_errors(errors[name][0], bottleneck), len(stock))
+        limits[name] = SYSTEMATIC * chance_ratio(independent_errors(errors[name][0], bottleneck), len(stock))
     median = statistics.median(found.values())
     worst = max(names, key=lambda name: (found[name] != found[name], found[name] / limits[name]))
     yield limited(

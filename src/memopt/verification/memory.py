@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from memopt.errors import ModelError
 from memopt.patches.base import PlanView
 from memopt.patches.capabilities import Checks, Output
-from memopt.patches.checks import Check, limited, skipped
+from memopt.patches.checks import Check, limited, skipped, worst_name
 from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped
@@ -32,7 +32,7 @@ from memopt.trace.trace import trace_account
 from memopt.trace.training import Step, Training
 from memopt.verification.inputs import Probes
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, stored_dtype
-from memopt.verification.trial import CheckpointTrial, training_loss
+from memopt.verification.trial import CheckpointTrial, loss_of
 from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
@@ -134,7 +134,7 @@ def _hidden_in(model: nn.Module, run: Callable[[], Tensor], measured: Account) -
 
 def _forward(model: nn.Module, probes: Probes) -> Callable[[], Tensor]:
     inputs = cast_inputs({**probes.batches[0], **probes.targets[0]}, stored_dtype(model))
-    return lambda: training_loss(model, inputs)
+    return lambda: loss_of(model(**inputs))
 
 
 def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Iterator[Check]:
@@ -200,7 +200,7 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     more = {name: nbytes - allowed[name] for name, nbytes in own.items() if name and name in patched.modules}
     if plan.recipe.without("approximate", "sampled"):  # codes and samples replace saved tensors
         more = {name: nbytes for name, nbytes in more.items() if allowed[name]}
-    worst = max(more, key=lambda name: more[name], default="")
+    worst = worst_name(more)
     yield _no_bytes(
         "memory.module", worst, max(more.get(worst, 0), 0), "bytes that a module saves beyond its plan",
         "a norm saves x_hat, a number a row and its affine; others save no more than stock", len(patched.modules),
@@ -214,7 +214,7 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     for each in patched.account.storages:
         if each.module in unsaved and each.module in patched.modules and each.savers_modules - {each.module}:
             kept[each.module] += each.nbytes
-    worst = max(kept, key=lambda name: kept[name], default="")
+    worst = worst_name(kept)
     yield _no_bytes(
         "memory.recomputed", worst, kept[worst], "bytes saved of a result that is recomputed",
         "the plan recomputes it", len(producers | unsaved),

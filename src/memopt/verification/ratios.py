@@ -46,13 +46,9 @@ def independent_errors(error: Tensor, limit: int) -> int:
     return min(limit, error.numel(), round(3 * float(squares.sum()) ** 2 / fourth))
 
 
-def largest_ratio(independent: int, stock_runs: int) -> float:
-    """Limit for the ratio of an RMS error of `independent` terms to the RMS error of 1 or 4 stock runs."""
-    return SYSTEMATIC * chance_ratio(independent, stock_runs)
-
-
 def chance_ratio(independent: int, stock_runs: int = 1) -> float:
-    """The largest ratio by chance alone, of implementations that are equally accurate (`SYSTEMATIC` not applied)."""
+    """The largest ratio of an RMS error of `independent` terms to that of 1 or 4 stock runs, if both implementations
+    are equally accurate; the limit is `SYSTEMATIC` times that."""
     known = bisect.bisect_right(list(_QUANTILES), max(independent, 1)) - 1
     return list(_QUANTILES.values())[known][stock_runs == STOCK_RUNS]
 

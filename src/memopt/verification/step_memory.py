@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from memopt.patches.capabilities import Checks
-from memopt.patches.checks import Check, limited
+from memopt.patches.checks import Check, limited, worst_name
 from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.torch_compat import storage_id
@@ -30,7 +30,7 @@ from memopt.verification.models import cast_inputs
 from memopt.verification.modules import Worst, culprit
 from memopt.verification.pairs import Pair, with_pair
 from memopt.verification.situations import without_dropout
-from memopt.verification.trial import CheckpointTrial, training_loss
+from memopt.verification.trial import CheckpointTrial, loss_of
 from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
 
@@ -98,7 +98,7 @@ def _transient(pair: Pair, stock: Lived, patched: Lived) -> Check:
         found, before = patched.transient[name], stock.transient.get(name, _Transient())
         allowed = before.most + max(0, before.kept - found.kept) * (name in frees)
         excess[name] = max(0, found.most - allowed) / found.largest
-    worst = max(excess, key=lambda name: excess[name], default="")
+    worst = worst_name(excess)
     value = excess.get(worst, 0.0)
     subject = (worst or "the model") if value > _TRANSIENT else f"{len(excess)} modules"
     return limited(
@@ -129,7 +129,7 @@ def lived(model: nn.Module, batch: Batch) -> Lived:
             arrays = -_array_bytes()
             timeline = Timeline(model)
             with timeline:
-                loss = training_loss(model, dict(batch))
+                loss = loss_of(model(**batch))
                 ends = len(timeline.events)
                 arrays += _array_bytes()
                 loss.backward()
@@ -137,7 +137,7 @@ def lived(model: nn.Module, batch: Batch) -> Lived:
                 gc.collect()
                 behind, last = _left(timeline, model), len(timeline.events)
                 with without_dropout(model):
-                    training_loss(model.train(), dict(batch)).backward()
+                    loss_of(model.train()(**batch)).backward()
                 gc.collect()
                 second = _left(timeline, model) - behind
         transient = _transients(timeline, ends)

@@ -139,11 +139,6 @@ def training_step(model: nn.Module, probes: Probes, dtype: torch.dtype) -> Step:
     return Step(float(loss.detach()), {name: each.detach() for name, each in outputs.items()}, gradients, read)
 
 
-def training_loss(model: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
-    """The loss of one forward."""
-    return loss_of(model(**inputs))
-
-
 def loss_of(output: Any) -> Tensor:
     """The model's own loss if it has one; else a fixed random projection of its floating-point outputs."""
     loss: Tensor | None = output.get("loss") if isinstance(output, dict) else None

@@ -6,7 +6,7 @@ tensors as the safetensors files that a rewritten checkpoint contains.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -96,8 +96,3 @@ def named_shards(index: Path, weight_map: Mapping[str, str]) -> list[Path]:
 def _is_name(value: str) -> bool:
     """Whether `value` is the name of a file, without a folder."""
     return value == Path(value).name and value.isprintable() and 0 < len(value.encode()) < 256
-
-
-def belongs_to(name: str, formats: Iterable[Format]) -> bool:
-    """Whether a file of this name is a weight file or an index of one of `formats`."""
-    return any(name.endswith((each.suffix, f"{each.suffix}.index.json")) for each in formats)

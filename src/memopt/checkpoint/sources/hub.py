@@ -45,11 +45,6 @@ def locate(model: str, *, revision: str | None = None, allow_pickle: bool = Fals
     return root
 
 
-def commit_of(model: str, root: Path) -> str | None:
-    """Commit of the hub id `model`, located at `root`; None if `model` is a folder, also one in the hub's cache."""
-    return None if user_path(model).is_dir() else root.name
-
-
 def cache_folder() -> Path:
     """Folder of the hub's cache."""
     from huggingface_hub import constants

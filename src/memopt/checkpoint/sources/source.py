@@ -15,9 +15,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.checkpoint.sources.base import INDEX, SINGLE, Format, Shard, Weights, belongs_to
+from memopt.checkpoint.sources.base import INDEX, SINGLE, Format, Shard, Weights
 from memopt.checkpoint.sources.header import TensorInfo, torch_dtype
-from memopt.checkpoint.sources.hub import OTHER_WEIGHTS, commit_of, locate
+from memopt.checkpoint.sources.hub import OTHER_WEIGHTS, locate
 from memopt.checkpoint.sources.pickles import PickleFormat
 from memopt.checkpoint.sources.safetensors import SafetensorsFiles, SafetensorsFormat
 from memopt.environment.files import (
@@ -27,6 +27,7 @@ from memopt.environment.files import (
     parse_json,
     read_small,
     refuse_adapter,
+    user_path,
 )
 from memopt.errors import ModelError
 
@@ -127,7 +128,7 @@ def open_source(
         model=model,
         root=root,
         revision=revision,
-        commit=commit_of(model, root),
+        commit=None if user_path(model).is_dir() else root.name,  # the cache names a folder by its commit
         weights=opened,
         side_files=side_files,
         left_out=left_out,
@@ -137,7 +138,8 @@ def open_source(
 
 def needs_allow_pickle(files: Iterable[str]) -> bool:
     """Whether weight files of these names are read only with `allow_pickle`."""
-    return any(belongs_to(name, [each for each in FORMATS if each.runs_code]) for name in files)
+    suffixes = tuple(f"{each.suffix}{end}" for each in FORMATS if each.runs_code for end in ("", ".index.json"))
+    return any(name.endswith(suffixes) for name in files)
 
 
 def read_config(root: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -44,16 +44,14 @@ class FunctionCalls:
         self._here, self._called = here, called
         self._calls: list[_FunctionCall] = []
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> contextlib.AbstractContextManager[None]:
         recorded = [
             (home, name, self._recorded((home.__name__, name), value))
             for home in self._homes
             for name, value in vars(home).items()
             if isinstance(value, FunctionType)
         ]
-        with exchanged(recorded):
-            yield
+        return exchanged(recorded)
 
     def _recorded(self, name: FunctionName, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

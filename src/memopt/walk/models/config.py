@@ -38,17 +38,9 @@ CONFIG_FILE = "config.json"
 #: Head preferred for a config that names no architecture, by transformers' task names. Sequence-to-sequence first and
 #: masked before causal, because encoders and encoder-decoders are listed under causal LM as well.
 _HEADS = (
-    "SEQ_TO_SEQ_CAUSAL_LM",
-    "SPEECH_SEQ_2_SEQ",
-    "MASKED_LM",
-    "IMAGE_TEXT_TO_TEXT",
-    "CAUSAL_LM",
-    "ZERO_SHOT_IMAGE_CLASSIFICATION",
-    "IMAGE_CLASSIFICATION",
-    "VIDEO_CLASSIFICATION",
-    "CTC",
-    "AUDIO_CLASSIFICATION",
-)
+    "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION",
+)  # fmt: skip
 
 
 def load_config(
