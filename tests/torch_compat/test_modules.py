@@ -95,3 +95,18 @@ def test_both_runs_of_a_checkpointed_function_are_one_call() -> None:
     (one, _), (other, _) = seen[:2]
     assert one is not other
     assert {id(call) for call, _ in seen[2:]} == {id(one), id(other)}
+
+
+def test_a_replica_is_seen_and_settled() -> None:
+    settled: list[Any] = []
+
+    class Own(nn.Linear):
+        pass
+
+    for name, each in torch_compat.replicating(nn.Linear, lambda *pair: settled.append(pair)).items():
+        setattr(Own, name, each)
+    module: Any = Own(2, 2)
+    replica = module._replicate_for_data_parallel()
+    assert settled == [(module, replica)]
+    assert torch_compat.is_replica(replica)
+    assert not torch_compat.is_replica(module)

@@ -34,8 +34,8 @@ ABSENT = object()
 #: Types that may be changed in place, and types that are compared by value.
 CONTAINERS, NUMBERS = (list, dict, set, deque), (int, float, str)
 PLAIN = (type(None), bool, *NUMBERS)
-#: Attributes that every module has, and memopt's own.
-OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_memopt"})
+#: Attributes that every module has, a replica of `nn.DataParallel` has too, and memopt's own.
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_replica", "_former_parameters", "_memopt"})
 #: Attributes that hold weights where a tool computes them (hypernetworks, weight norm, FSDP1's views).
 WEIGHTS = ("weight", "bias")
 

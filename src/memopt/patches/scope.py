@@ -23,7 +23,7 @@ from torch.compiler import is_compiling
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.base import InScopes, PlanView
 from memopt.patches.functions import Mode, run_inside
-from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state, wraps_any_forward
+from memopt.patches.swap import Notes, is_swapped, steps_aside, swap_forward, swap_state, wraps_any_forward
 from memopt.recompute.specs import Region, is_under_foreign_hooks
 from memopt.saved.scope import RecomputeScope
 from memopt.saved.slots import Compression
@@ -41,8 +41,8 @@ _CLOSED_INSIDE: AbstractContextManager[None] = nullcontext()
 _NOT_QUANTISED = "saved tensors are not quantised, and gradients are exact; quantising needs eager mode"
 
 
-class ScopeHistory:
-    """Forms of calls of one module, with the finding whether the scope replaced anything. A copy starts empty."""
+class ScopeHistory(Notes):
+    """Forms of calls of one module, with the finding whether the scope replaced anything."""
 
     __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_pre_hooks", "_stood", "proofs")
 
@@ -59,9 +59,6 @@ class ScopeHistory:
         """Tables of forward hooks and forward pre-hooks of the modules inside. A module never replaces its tables."""
         self._stood: list[tuple[Place, nn.Module | None]] | None = None
         """The places that the last look returned, and the modules there; None before the first look."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ScopeHistory, ()
 
     def is_closed(self, form: Any, *, is_final: bool) -> bool:
         """Whether the scope can stay closed for a call of this form; with `is_final` it is never opened again."""

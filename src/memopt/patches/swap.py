@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, is_grad_enabled, nn
@@ -28,6 +28,7 @@ from memopt.torch_compat import (
     has_any_global_hook,
     interpreter_stack,
     module_hooks,
+    replicating,
     tracing_state,
 )
 
@@ -119,6 +120,33 @@ class Rewrite:
         """Called when `module` has its stock forward again."""
 
 
+class Notes:
+    """Base class of what a state notes about the calls of its module. A copy of the module starts with none."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+def _anew(state: Any) -> Any:
+    """`state` with notes of its own."""
+    if isinstance(state, Notes):
+        return type(state)()
+    if not is_dataclass(state) or isinstance(state, type):
+        return state
+    parts = {field.name: (part := getattr(state, field.name), _anew(part)) for field in fields(state) if field.init}
+    return replace(state, **{name: new for name, (part, new) in parts.items() if new is not part})
+
+
+def _settle(module: nn.Module, replica: nn.Module) -> None:
+    """Prepare a replica for its call: others run at the same time, and its children and tensors are copies."""
+    own = vars(replica)
+    own[_STATE] = _anew(own.get(_STATE))
+    if own.get(_READS) is not None and own[_READS].hold(module):
+        del own[_READS]
+
+
 @dataclass(frozen=True)
 class Layer:
     """Arguments of :func:`swap_forward` for a module; `forward` is called as ``forward(stock, state, module, ...)``."""
@@ -180,12 +208,14 @@ def is_watched(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or "parametrizations" in module._modules or nn.Linear.forward is not _LINEAR
 
 
-def with_those_aside(module: nn.Module) -> Mapping[str, Tensor | None]:
-    """The parameters of `module`, with a weight and bias that FSDP1 put aside as plain attributes.
+def parameters_of(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """The parameters of `module`, with a weight and bias that stand in for parameters as plain attributes.
 
-    In a forward that checkpointing repeats in backward, FSDP1 holds them so; in the first forward they are parameters.
+    A replica of `nn.DataParallel` has them so, and FSDP1's modules in a forward that checkpointing repeats in backward.
     Not a weight that a hook computes before each forward.
     """
+    if "weight" in module._parameters:
+        return module._parameters
     own = vars(module)
     aside = {} if any(module_hooks(module)[1]) else {name: own.get(name) for name in ("weight", "bias")}
     return {**module._parameters, **{name: each for name, each in aside.items() if type(each) is Tensor}}
@@ -298,6 +328,7 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             _FORWARD: staticmethod(forward),
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
+            **replicating(cls, _settle),
             **getattr(forward, _ATTRIBUTES, {}),
         }
         _classes[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))

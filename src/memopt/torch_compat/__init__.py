@@ -83,9 +83,11 @@ from memopt.torch_compat.modules import (
     is_checkpointed_region,
     is_dropout,
     is_module_call,
+    is_replica,
     is_selectively_checkpointed,
     module_hooks,
     modules_that_run,
     no_forward_hooks,
     parametrizations_are_cached,
+    replicating,
 )

@@ -122,6 +122,25 @@ def _is_of_fsdp(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
+find("torch.nn.Module._replicate_for_data_parallel", None, "replicas of nn.DataParallel save as much as in stock")
+
+
+def replicating(cls: type[nn.Module], settle: Callable[[nn.Module, nn.Module], None]) -> dict[str, Any]:
+    """Attributes of a subclass of `cls`: ``settle(module, replica)`` gets each replica that `nn.DataParallel` makes."""
+
+    def replicate(self: nn.Module) -> nn.Module:
+        replica: nn.Module = cls._replicate_for_data_parallel(self)
+        settle(self, replica)
+        return replica
+
+    return {"_replicate_for_data_parallel": replicate}
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether `nn.DataParallel` made `module`, whose weights are no parameters but copies, for one call."""
+    return bool(getattr(module, "_is_replica", False))
+
+
 def compiled_module(module: object) -> object | None:
     """The module that `torch.compile` wrapped as `module`; None if it is not such a wrapper."""
     return getattr(module, "_orig_mod", None)

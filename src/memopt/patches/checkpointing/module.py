@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from memopt.patches.checkpointing.caches import READS_CACHE, reads_cache, without_caches
 from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention, compiled_contexts
-from memopt.patches.checkpointing.offload import OffloadedInputs
+from memopt.patches.checkpointing.offload import InputsOfThreads
 from memopt.patches.checkpointing.state import BlockState, RunsTwice
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.scope import ScopeRewrite, run_scoped
@@ -41,7 +41,7 @@ class BlockRewrite:
     scope: ScopeRewrite | None
     """The scope of the block, inside the checkpointed region."""
     is_checkpointed: bool
-    inputs: OffloadedInputs | None
+    inputs: InputsOfThreads | None
     """The inputs of checkpointed blocks in CPU memory; None: the block's input stays on its device."""
     keeps_attention: bool = False
     """Whether outputs of attention are kept together with the block's input, so that attention runs only once."""
@@ -62,7 +62,7 @@ class BlockRewrite:
         function, args = without
         if is_checkpointed_region() or steps_aside(without_gradients=False):  # other code checkpoints around the block
             return function(*args)
-        place = None if self.inputs is None else self.inputs.of_a_block()
+        place = None if self.inputs is None else self.inputs.here.of_a_block()
         kept = KeptAttention(None if place is None else place.wait) if self.keeps_attention else None
         by_heads = ByHeads(self.room) if self.room else None
         with _STAYS if place is None else place.hooks():
@@ -74,7 +74,7 @@ def patch_block(
     block: nn.Module,
     scope: ScopeRewrite | None,
     is_checkpointed: bool,
-    inputs: OffloadedInputs | None,
+    inputs: InputsOfThreads | None,
     keeps_attention: bool = False,
     room: int = 0,
 ) -> None:

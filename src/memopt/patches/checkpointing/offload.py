@@ -12,6 +12,7 @@ of copies only when the host allocates, blocks ahead of the device. Peers: the o
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -32,16 +33,24 @@ _HOST = torch.device("meta")
 _PLAIN_TYPES = (Tensor, FakeTensor)
 
 
-class OffloadedInputs:
+class InputsOfThreads(threading.local):
     """The offloaded tensors of one model's blocks. A copy of the model starts with none."""
+
+    def __init__(self) -> None:
+        self.here = OffloadedInputs()
+        """Those of forwards in this thread; `nn.DataParallel` has a thread for each device."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InputsOfThreads, ()
+
+
+class OffloadedInputs:
+    """The offloaded tensors of blocks that run one after another."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[OfBlock] | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
         self._leaving: deque[weakref.ref[_Waiting]] = deque()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OffloadedInputs, ()
 
     def of_a_block(self) -> OfBlock:
         """The place for the tensors of one call of a block."""

@@ -151,11 +151,11 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         if live.plan.recipe.rules(CheckpointingRules).is_off:
             return
         from memopt.patches.checkpointing.module import has_switch, patch_block
-        from memopt.patches.checkpointing.offload import OffloadedInputs
+        from memopt.patches.checkpointing.offload import InputsOfThreads
 
         chosen = set(live.plan.chosen(self.name))
         offloaded = {*live.plan.chosen(self.name, OFFLOADED), *live.plan.chosen(self.name, BOTH)}
-        inputs, rules = OffloadedInputs(), live.plan.recipe.rules(CheckpointingRules)
+        inputs, rules = InputsOfThreads(), live.plan.recipe.rules(CheckpointingRules)
         for block in live.plan.sites.blocks:
             # The other blocks are patched too, because transformers' switch sets all blocks of a model.
             if block in chosen or has_switch(live.modules[block]):

@@ -32,7 +32,7 @@ from memopt.patches.rerun import (
     standing,
     tables_of_hooks,
 )
-from memopt.patches.swap import is_watched
+from memopt.patches.swap import Notes, is_watched
 from memopt.recompute.versions import changed_in_place, check_version, versions_of
 
 #: Number of first calls in which all state of a block is observed; the first call may create some of it.
@@ -47,9 +47,8 @@ _WHY = (
 )
 
 
-class BlockState:
-    """The places where one block holds state, and the state that its forward changes. A copy of the block starts with
-    none."""
+class BlockState(Notes):
+    """The places where one block holds state, and the state that its forward changes."""
 
     def __init__(self) -> None:
         self._children: list[dict[str, Any]] = []
@@ -65,9 +64,6 @@ class BlockState:
         self.looks, self.decides, self._checked = 0, False, 0
         self.is_proved = False
         """Whether the forward was seen not to change numbers of the parameters whose versions it changes."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BlockState, ()
 
     def learn(self, block: nn.Module) -> None:
         """Look up where `block` holds state, if its modules or the number of its tensors have changed."""

@@ -7,7 +7,7 @@ and differentiates the product in one pass of backward. With a hooked or replace
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from memopt.kernels.linear.function import linear
 from memopt.kernels.linear.weighted import followed
 from memopt.patches.reads import observed_reads
 from memopt.patches.scope import ScopeRewrite
-from memopt.patches.swap import is_watched, steps_aside, swap_forward, with_those_aside
+from memopt.patches.swap import is_watched, parameters_of, steps_aside, swap_forward
 from memopt.saved.whole import kept_whole
 from memopt.torch_compat.activations import SMOOTH
 from memopt.walk.probes.isolate import random_linear
@@ -89,9 +89,7 @@ def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: 
     between = children[rewrite.between] if rewrite.between else None
     if between is not None and not _is_off(between):
         return down(between(_product(rewrite, *gate_up)))
-    own: Mapping[str, Tensor | None] = down._parameters  # without weights that a tool computes from others
-    if "weight" not in own:
-        own = with_those_aside(down)
+    own = parameters_of(down)  # without weights that a tool computes from others
     weight, bias = own.get("weight"), own.get("bias")
     if type(down) is not nn.Linear or weight is None or "bias" not in own or is_watched(down):
         return down(_product(rewrite, *gate_up))

@@ -10,7 +10,7 @@ disabled ones), or if a module inside has to be called (`memopt.patches.swap.is_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from memopt.environment.generators import generators_kept
 from memopt.kernels.linear.adapted import adapted_linear, added_adapter
-from memopt.patches.swap import is_watched, steps_aside, with_attributes, with_those_aside
+from memopt.patches.swap import is_watched, parameters_of, steps_aside, with_attributes
 
 _READS_SPECS = "_memopt_reads_specs"
 #: Marks forwards of linears that were swapped only to read recompute specs; such linears need not be called.
@@ -130,10 +130,8 @@ def _parameters(linear: nn.Module | None) -> tuple[Tensor | None, Tensor | None]
     """Weight and bias of `linear`; the weight is None if `linear` has to be called."""
     if linear is None or not _is_known(linear):
         return None, None
-    own: Mapping[str, Tensor | None] = linear._parameters
     # A tool that computes weight or bias from other tensors removes them from the parameters.
-    if "weight" not in own:
-        own = with_those_aside(linear)
+    own = parameters_of(linear)
     return (None, None) if is_watched(linear) or "bias" not in own else (own.get("weight"), own["bias"])
 
 

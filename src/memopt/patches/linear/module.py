@@ -23,12 +23,12 @@ from memopt.patches.reads import Reads, observed_reads
 from memopt.patches.swap import (
     is_swapped,
     is_watched,
+    parameters_of,
     restore_forward,
     state_of,
     steps_aside,
     swap_forward,
     swap_state,
-    with_those_aside,
 )
 from memopt.recompute.specs import SPEC_ATTRIBUTE, shared_cast
 from memopt.saved.scope import unseen
@@ -128,10 +128,8 @@ def _forward(
 def _reading(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, x: Any, args: Any, kwargs: dict[str, Any]
 ) -> Tensor:
-    parameters: Mapping[str, Tensor | None] = module._parameters
     # A tool that computes weight or bias from other tensors removes them from the parameters.
-    if "weight" not in parameters:
-        parameters = with_those_aside(module)
+    parameters = parameters_of(module)
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1 or steps_aside():
         return stock(module, *args, **kwargs)

@@ -21,7 +21,7 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import recomputed_output
 from memopt.patches.rerun import OF_EVERY_MODULE, WEIGHTS, Around, has_gradient, have_moved, is_on_gpu, random_states
 from memopt.patches.scope import ScopeRewrite
-from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import is_swapped, is_watched, parameters_of, steps_aside, swap_forward, swap_state
 from memopt.recompute.specs import shared_cast, spec_of
 from memopt.recompute.versions import with_witness
 from memopt.saved.scope import in_a_scope
@@ -76,7 +76,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     if not is_one:
         return stock(module, *args, **kwargs)
     x: Tensor = given[0]
-    weight = module._parameters.get("weight")
+    weight = parameters_of(module).get("weight")
     if rewrite.casts:  # a linear itself: no adapter inside reads `x` before the cast
         x = shared_cast(x, autocast_dtype)
     is_saved = (rewrite.input_is_saved and x.requires_grad) or (weight is not None and weight.requires_grad)

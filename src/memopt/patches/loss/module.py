@@ -27,6 +27,7 @@ from memopt.torch_compat import (
     fsdp_leaves_gathered,
     fsdp_takes_back,
     is_dropout,
+    is_replica,
     makes_wrappers,
     module_hooks,
     modules_that_run,
@@ -260,7 +261,7 @@ def _may_wait(rewrite: LossRewrite, module: nn.Module, x: Tensor) -> bool:
     A head that is more than a linear may have switches (adapters) or draw random numbers. A CUDA graph under capture
     has to contain the product. FSDP2 may reshard the weights at the end of the model's forward.
     """
-    if rewrite.transposed is None or x.is_meta or is_partitioned(next(module.parameters())):
+    if rewrite.transposed is None or x.is_meta or is_replica(module) or is_partitioned(next(module.parameters())):
         return False
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
@@ -288,6 +289,8 @@ def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequenc
         return "their head has hooks of its own"
     if module.training and any(is_dropout(child) and child.training and child.p for child in module.modules()):
         return "a dropout inside their head draws one mask for all rows"
+    if is_replica(module):
+        return "nn.DataParallel gathers all logits on one device; processes of torchrun keep them apart"
     # `torch.func.functional_call` lends weights for one call; FSDP1 replaces them by views of its own flat tensor.
     is_lent = rewrite.transposed is not None and module._parameters.get("weight") is None
     is_lent = is_lent or not all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())

@@ -20,7 +20,7 @@ from memopt.patches.linear.module import linear_reads
 from memopt.patches.sampled_linear.rules import SampledLinearRules
 from memopt.patches.sampled_linear.slot import Sampling, save_sampled
 from memopt.patches.sampled_linear.visits import Visits
-from memopt.patches.swap import states_in, steps_aside, swap_forward
+from memopt.patches.swap import parameters_of, states_in, steps_aside, swap_forward
 from memopt.recompute.specs import shared_cast
 from memopt.walk.probes.linear import is_linear
 
@@ -76,7 +76,7 @@ def samplings_in(model: nn.Module) -> dict[str, SampledLinearRewrite]:
 def _forward(
     stock: Callable[..., Tensor], rewrite: SampledLinearRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
-    given, parameters = (*args, *kwargs.values()), module._parameters
+    given, parameters = (*args, *kwargs.values()), parameters_of(module)
     weight, bias = parameters.get("weight"), parameters.get("bias")
     # A frozen weight needs no input. Tools that compute weight or bias from other tensors remove the parameters.
     as_patched = weight is not None and weight.requires_grad and (bias is not None) == rewrite.has_bias

@@ -1,0 +1,121 @@
+"""Replicas of a patched model in one process, as `nn.DataParallel` makes them for each step."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import replicate as made_by_torch
+
+import memopt
+from memopt.patches.checkpointing.offload import InputsOfThreads
+from memopt.plan.recipe import load_recipe
+from tests.factories import tiny_inputs, tiny_model
+
+
+@pytest.fixture
+def replicas(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """PyTorch's own `replicate`, with copies on the CPU in place of those on devices."""
+
+    def copies(tensors: list[Tensor], devices: list[int], detach: bool = False) -> list[list[Tensor]]:
+        return [[tensor.detach().clone() if detach else tensor.clone() for tensor in tensors] for _ in devices]
+
+    module = sys.modules[made_by_torch.__module__]
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
+    return lambda model, count: made_by_torch(model, range(count))
+
+
+def _patched(name: str, recipe: str) -> Any:
+    model = tiny_model(name, torch.float64)
+    memopt.patch(model, load_recipe(recipe, ["loss.method=none"]))
+    return model
+
+
+def _gradients(model: nn.Module, losses: list[Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.stack(losses).sum().backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def _batches(name: str) -> list[dict[str, Tensor]]:
+    return [tiny_inputs(name, seed=seed, dtype=torch.float64) for seed in (0, 1)]
+
+
+def _saved_bytes(model: Any, inputs: dict[str, Tensor]) -> int:
+    """Bytes saved for backward, without weights."""
+    tensors = (each for module in model.modules() for each in [*vars(module).values(), *module.parameters(False)])
+    own = {each.data_ptr() for each in tensors if isinstance(each, Tensor)}
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        kept.append(tensor)
+        return tensor
+
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept.append(model(**inputs).loss)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("llama", "exact-levels"), ("t5", "exact-unfolded")])
+def test_a_replica_trains_as_in_stock_and_saves_no_more_than_the_model(name: str, recipe: str, replicas: Any) -> None:
+    model, stock = _patched(name, recipe), tiny_model(name, torch.float64)
+    batches = _batches(name)
+    expected = _gradients(stock, [stock(**batch).loss for batch in batches])
+    pairs = zip(replicas(model, 2), batches, strict=True)
+    _agree(_gradients(model, [replica(**batch).loss for replica, batch in pairs]), expected)
+    wide = tiny_inputs(name, seq=32, dtype=torch.float64)
+    assert _saved_bytes(replicas(model, 1)[0], wide) <= _saved_bytes(model, wide)
+
+
+def _agree(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for key, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-6, atol=1e-6)
+
+
+def test_a_checkpointed_block_runs_while_its_other_replica_does(replicas: Any) -> None:
+    model, (mine, others) = _patched("bert", "long-context"), _batches("bert")
+    stock = tiny_model("bert", torch.float64)
+    expected = _gradients(stock, [stock(**mine).loss, stock(**others).loss])
+    first, second = replicas(model, 2)
+    losses: list[Tensor] = []
+
+    def run(*_: Any) -> None:
+        if not losses and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: losses.append(second(**others).loss))
+            thread.start()
+            thread.join()
+
+    # Replicas have the tables of hooks of the model.
+    hook = model.bert.encoder.layer[0].attention.register_forward_pre_hook(run)
+    losses.append(first(**mine).loss)
+    hook.remove()
+    _agree(_gradients(model, losses), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_replica_evaluates_logits_of_many_classes(name: str, replicas: Any) -> None:
+    model, stock = (tiny_model(name, vocab_size=32000).eval() for _ in range(2))
+    memopt.patch(model)
+    inputs = tiny_inputs(name, 4, 256)
+    with torch.no_grad():
+        assert torch.equal(replicas(model, 1)[0](**inputs).logits, stock(**inputs).logits)
+    with pytest.warns(UserWarning, match=r"nn\.DataParallel gathers all logits"):
+        replicas(model, 1)[0](**tiny_inputs(name))
+
+
+def test_offloaded_inputs_of_each_thread_are_apart() -> None:
+    inputs = InputsOfThreads()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(inputs.here))
+    thread.start()
+    thread.join()
+    assert inputs.here is inputs.here
+    assert found[0] is not inputs.here
