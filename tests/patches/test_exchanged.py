@@ -15,7 +15,7 @@ import memopt
 from tests.factories import tiny_inputs, tiny_model
 
 OUTPUTS = memopt.load_recipe("exact-unfolded", ("linears.recompute=auto",))
-BLOCKS = memopt.load_recipe("exact-unfolded", ("checkpointing.blocks=auto",))
+BLOCKS = memopt.load_recipe("exact-unfolded", ("checkpointing.method=full",))
 
 
 def linears(model: nn.Module) -> list[nn.Module]:
