@@ -113,7 +113,7 @@ def has_gradient(value: Any, depth: int = 3) -> bool:
 class Held:
     """The values in some slots at the time of a forward, and the versions of the tensors among them."""
 
-    __slots__ = ("_own", "_tensors", "slots", "values", "versions")
+    __slots__ = ("_own", "_tensors", "_trained", "slots", "values", "versions")
 
     def __init__(self, slots: Sequence[Slot], *, copies: bool = False) -> None:
         """With `copies`, containers are copied, because the forward may change them in place."""
@@ -122,6 +122,7 @@ class Held:
             self.values = list(map(copied, self.values))
         self._tensors = [value for value in self.values if isinstance(value, Tensor)]
         self.versions = versions_of(self._tensors)
+        self._trained = [each.requires_grad for each in self._tensors]
         self._own: set[int] = set()
 
     def settle(self) -> list[nn.Parameter]:
@@ -134,6 +135,19 @@ class Held:
         own = [each for each, has in zip(self._tensors, moved, strict=True) if has and isinstance(each, nn.Parameter)]
         self._own = set(map(id, own))
         return own
+
+    @contextmanager
+    def trained_as_before(self) -> Iterator[None]:
+        """Inside, parameters require gradients as at the forward. PEFT freezes adapters that are switched off."""
+        pairs = zip(self._tensors, self._trained, strict=True)
+        changed = [each for each, was in pairs if each.requires_grad != was and isinstance(each, nn.Parameter)]
+        try:
+            for each in changed:
+                each.requires_grad_(not each.requires_grad)
+            yield
+        finally:
+            for each in changed:
+                each.requires_grad_(not each.requires_grad)
 
     @property
     def has_moved(self) -> bool:

@@ -184,6 +184,7 @@ class RunsTwice:
         decisions, attention = self._decisions, self._attention
         with (
             self._state.proving(self._own, self._block),
+            self._held.trained_as_before(),
             hooks_as_before(self._hooked),
             standing([*lent, *self._created]),
             self._by_heads,
