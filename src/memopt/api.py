@@ -321,12 +321,12 @@ def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
         warnings.warn(f"memopt could observe little of this model: {' '.join(sites.notes)}. {advice}", stacklevel=3)
     elif sites.unseen:
         warnings.warn(f"memopt has not seen all of this model: {sites.unseen}. {advice}", stacklevel=3)
-    if not applied.patched and (sites.unseen or not sites.ran):
+    if not is_patched(model) and (sites.unseen or not sites.ran):
         raise NegativeVerdict(
             "Nothing was patched, because memopt could not run this model.",
             f"The reason: {sites.unseen or ' '.join(sites.notes)}." if given else "Pass inputs=..., a training batch.",
         )
-    if not applied.patched:
+    if not is_patched(model):
         raise NegativeVerdict(
             "Nothing in this model can be patched.",
             " ".join((*applied.plan.idle, "See memopt.plan_for(model, recipe).refusals for the reasons.")),

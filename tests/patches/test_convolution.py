@@ -77,3 +77,23 @@ def test_checkpointed_it_computes_the_same(calls: list[int], monkeypatch: pytest
     expected = gradients(copy.deepcopy(model))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert all(map(torch.equal, expected, gradients(model)))
+
+
+def test_a_model_in_which_convolutions_alone_are_exchanged_is_patched() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 8, 3)).double()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    stock = copy.deepcopy(model)
+    memopt.patch(model, inputs={"input": x})
+    for each in (stock, model):
+        each(x).square().sum().backward()
+    pairs = zip(stock.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    assert "1 activation: 1 recomputed" in str(memopt.summary(model))
+
+
+@pytest.mark.parametrize("in_place", [nn.SiLU(inplace=True), nn.LeakyReLU(0.1, inplace=True), nn.ELU(inplace=True)])
+def test_an_activation_in_place_is_not_called_random(in_place: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), in_place, nn.Conv2d(8, 8, 3))
+    plan = memopt.plan_for(model, "exact-unfolded", inputs={"input": torch.randn(2, 3, 8, 8)})
+    (reason,) = (entry.reason for entry in plan.refusals if entry.kind == "activation")
+    assert reason == "it writes into its input, from which it would be recomputed"

@@ -31,11 +31,6 @@ class Applied:
     refused: tuple[tuple[str, str], ...]
     """(module, reason) of planned rewrites that were refused because the live module does not admit them."""
 
-    @property
-    def patched(self) -> int:
-        """Number of modules that were changed."""
-        return sum(map(len, self.done.values()))
-
 
 def apply(model: nn.Module, plan: PlanView, *, folded: Collection[str] = ()) -> Applied:
     """Rewrite the modules of `model` as `plan` says, in place and reversibly; weights are not changed.

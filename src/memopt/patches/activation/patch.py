@@ -45,6 +45,8 @@ class ActivationPatch(Patch, Checks):
             return _of_kept_output(site, rules, plan.sites)
         if site.in_place and is_behind_batch_norm(site, plan.sites):
             return "recompute", _BEHIND_BATCH_NORM
+        if site.in_place and not site.replays:
+            return LEFT, "it writes into its input, from which it would be recomputed"
         if not site.replays:
             return LEFT, "random, or different in train mode: it cannot be recomputed"
         if rules.code != OFF and (kept := _code(site, rules, gated)):
