@@ -7,6 +7,7 @@
                                                    every type -> FILE; exit 1 where less holds than in the other file
     python -m benchmarks.coverage --losses         losses of types with a head -> docs/losses.json, docs/losses.md
     python -m benchmarks.coverage --peaks [TYPE…]  the peaks of a step alone, into the rows of docs/coverage.json
+    python -m benchmarks.coverage --ways [TYPE…]   steps of the recipes for long training, into benchmarks/results
     python -m benchmarks.coverage --libraries [NAME…]
                                                    timm, diffusers, ..., where installed, into docs/coverage.json
 
@@ -47,6 +48,7 @@ from tests.zoo.examine import examine
 from tests.zoo.library_rows import library_rows
 from tests.zoo.losses import LOSSES, LossRow, examine_loss, loss_page, loss_sums, types_with_a_head
 from tests.zoo.peaks import examine_peak, with_peaks
+from tests.zoo.ways import WAYS, examine_ways, types_least_alike_first, ways_sums
 
 EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN = 0, 1, 2
 TYPE_SECONDS = 240
@@ -65,14 +67,14 @@ class Study:
     examine: Callable[[str], Row | LossRow]
     types: Callable[[], list[str]]
     sums: Callable[[Sequence[dict[str, Any]]], list[Sum]]
-    page: Callable[[dict[str, Any]], str]
-    onto: Rows | None = None
-    """Rows that the peaks are written into."""
+    page: Callable[[dict[str, Any]], str] | None
+    merged: Callable[[Rows], Rows] | None = None
+    """Rows of a file, with new rows or their peaks in them."""
 
 
 def main() -> int:
     arguments = _parser().parse_args()
-    arguments.out = arguments.out or (LOSSES if arguments.losses else COVERAGE)
+    arguments.out = arguments.out or (LOSSES if arguments.losses else WAYS if arguments.ways else COVERAGE)
     # A terminated run stops its workers, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -84,7 +86,7 @@ def main() -> int:
         unknown = sorted(set(arguments.types) - set(study.types() if arguments.peaks else model_types()))
         if unknown:
             raise _Unusable(f"the installed transformers has no model type {', '.join(map(repr, unknown))} that runs.")
-        if arguments.types and not arguments.peaks:
+        if arguments.types and study.merged is None:
             return _some(arguments.types, arguments.jobs, study)
         return _all(arguments, study)
     except _Unusable as error:
@@ -105,6 +107,10 @@ def _study(arguments: argparse.Namespace) -> Study:
     header: dict[str, Any] = {"versions": versions()}
     if arguments.losses:
         return Study("--losses", header, LossRow, examine_loss, types_with_a_head, loss_sums, loss_page)
+    if arguments.ways:
+        recorded = _read(arguments.out, Row)["rows"] if arguments.types and arguments.out.exists() else []
+        merged = partial(_replaced, recorded)
+        return Study("--ways", header, Row, examine_ways, types_least_alike_first, ways_sums, None, merged)
     if arguments.peaks:
         document = _read(arguments.out, Row)
         recorded, header["memory"] = document["rows"], document.get("memory", True)
@@ -117,12 +123,18 @@ def _study(arguments: argparse.Namespace) -> Study:
             lambda: list(classes),
             sums,
             coverage_page,
-            recorded,
+            partial(with_peaks, recorded),
         )
     memory = not arguments.no_memory
     return Study(
         "", {**header, "memory": memory}, Row, partial(examine, memory=memory), model_types, sums, coverage_page
     )
+
+
+def _replaced(recorded: Rows, rows: Rows) -> Rows:
+    """`recorded` with `rows` in place of those of their types."""
+    new = {row["model_type"] for row in rows}
+    return [row for row in recorded if row["model_type"] not in new] + rows
 
 
 class _Unusable(Exception):
@@ -143,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--losses", action="store_true", help="compare losses, of types with a head over a vocabulary")
     part.add_argument("--peaks", action="store_true", help="trace the peaks of a step into the rows that --out has")
+    part.add_argument("--ways", action="store_true", help="checkpointed blocks, tiles, kept attention, offloading")
     part.add_argument("--libraries", action="store_true", help="models of other libraries, into what --out has")
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="exit 1 where less holds than in this earlier file"
@@ -170,15 +183,16 @@ def _all(arguments: argparse.Namespace, study: Study) -> int:
         for row in with_progress(examined(types, arguments.jobs, study.examine, study.row), len(rows), len(types)):
             rows.append(row)
             print(json.dumps(row), file=stream, flush=True)
-    rows = sorted(rows if study.onto is None else with_peaks(study.onto, rows), key=lambda row: row["model_type"])
+    rows = sorted(rows if study.merged is None else study.merged(rows), key=lambda row: row["model_type"])
     command = f"python -m benchmarks.coverage {study.options}".rstrip()
     document = {"command": command, "device": "cpu", **study.header, "rows": rows}
-    if not arguments.losses and (libraries := _of_libraries(arguments.out)):
+    if study.page is coverage_page and (libraries := _of_libraries(arguments.out)):
         document["libraries"] = libraries
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(study.page(document))
+    if study.page is not None:
+        arguments.out.with_suffix(".md").write_text(study.page(document))
     partial_rows.unlink()
-    losses = [] if arguments.losses else lost(before, rows)
+    losses = lost(before, rows) if study.row is Row else []
     for loss in losses:
         print(f"lost: {loss}", file=sys.stderr)
     _print(study.sums(rows))

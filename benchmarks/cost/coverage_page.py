@@ -21,6 +21,8 @@ planned with recipe `exact`, patched and compared. torch {torch}, Python {python
 
 - **Right** means: in fp64, in eval and in train mode, for every call that runs, all outputs and the gradient of every
   parameter of the patched model equal the stock model's to 1e-9, with the original weights and with folded ones.
+- **Recipes for long training**: `python -m benchmarks.coverage --ways` compares steps with checkpointed blocks, tiles,
+  kept attention, offloaded inputs and recomputed outputs of linears alike (benchmarks/results/zoo_ways.json).
 - **Norms**: folded (by default + on request, where only an auxiliary output changes) / shared / left, of those found.
 - **MLPs** are gated ones. **Activations**: recomputed in backward / left.
 - **Layer** is what one more layer keeps for backward (3 layers less 2; bf16, no dropout): patched less stock. Empty

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import coverage
 from benchmarks.coverage_page import page
+from memopt.patches.checkpointing.patch import BOTH
 from tests.zoo.build import Row
 from tests.zoo.config import default_config
 from tests.zoo.coverage_sums import lost, rewrites, sums
@@ -196,6 +197,25 @@ def test_promises_of_losses_are_broken_one_by_one(spoilt, promise) -> None:
     page = loss_page({"rows": rows})
     assert "| its loss\\|other | ctc |" in page
     assert all(f"| {each.reason} |" in page for each in spoilt if each.reason)
+
+
+def test_ways_of_named_types_replace_their_rows_and_a_wrong_one_is_short(tmp_path, monkeypatch, capsys) -> None:
+    out = tmp_path / "ways.json"
+    counts = {"checkpointing": {BOTH: 2}, "tile": {"tiles": 1}}
+    rows = {name: row(name, counts=counts) for name in ("bert", "llama")}
+    rows["vit"] = row("vit", status="not run", reason="no inputs")
+    out.write_text(json.dumps({"versions": {}, "rows": list(rows.values())}))
+    assert run("--ways", "--check", "--out", str(out), monkeypatch=monkeypatch) == 0
+    assert "types with tiles of tokens: 2 of 2" in capsys.readouterr().out
+    rows["bert"] = row("bert", status="wrong", reason="gradients differ", counts=counts)
+    monkeypatch.setattr(coverage, "examined", lambda types, *_: [rows[name] for name in types])
+    assert run("--ways", "bert", "--out", str(out), monkeypatch=monkeypatch) == 1
+    printed = capsys.readouterr().out
+    assert "SHORT steps that are not the stock model's: bert of 2" in printed
+    assert "not run: no inputs: vit" in printed
+    statuses = {each["model_type"]: each["status"] for each in json.loads(out.read_text())["rows"]}
+    assert statuses == {"bert": "wrong", "llama": "ok", "vit": "not run"}
+    assert not list(tmp_path.glob("*.md"))
 
 
 def test_losses_are_checked_from_their_own_file(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -128,22 +128,25 @@ def _compare(row: Row, twin: PreTrainedModel, plan: Plan, calls: Calls) -> None:
     """
     shared = make_plan(plan.sites, load_recipe("exact-unfolded"))
     runs = [(calls[0], False), *((call, True) for call in calls)]
-    _compare_modules(row, "shared", twin, shared, (), runs)
+    compare_modules(row, "shared", twin, shared, (), runs)
     if norms := plan.folds():
-        _compare_modules(row, "folded", twin, plan, norms, [(calls[0], True), (calls[0], False)])
+        compare_modules(row, "folded", twin, plan, norms, [(calls[0], True), (calls[0], False)])
 
 
 _Runs = Sequence[tuple[Call, bool]]
 
 
-def _compare_modules(
+def compare_modules(
     row: Row, name: str, twin: PreTrainedModel, plan: Plan, norms: Sequence[NormSite], runs: _Runs
 ) -> None:
+    """Compare the `runs` of `twin` before and after `plan`, whose folds of `norms` are made for the while."""
     with folded(twin, norms):
         stock = [_run(twin, *run) for run in runs]
         applied = apply(twin, plan, folded={norm.name for norm in norms})
         patched = [_run(twin, *run) for run in runs]
         undo(twin)
+        pairs = zip(stock, patched, strict=True)
+        row.notes += [f"{name}: {ours.error}" for its, ours in pairs if ours.error and not its.error]
         row.refused += [refusal for refusal in applied.refused if refusal not in row.refused]
         gone = {parameter for norm in norms for parameter in (norm.weight, norm.bias)}
         differences = _differences(stock, patched, gone)
