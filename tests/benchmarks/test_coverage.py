@@ -206,7 +206,7 @@ def test_ways_of_named_types_replace_their_rows_and_a_wrong_one_is_short(tmp_pat
     rows["vit"] = row("vit", status="not run", reason="no inputs")
     out.write_text(json.dumps({"versions": {}, "rows": list(rows.values())}))
     assert run("--ways", "--check", "--out", str(out), monkeypatch=monkeypatch) == 0
-    assert "types with tiles of tokens: 2 of 2" in capsys.readouterr().out
+    assert "types whose plan has tiles of tokens: 2 of 2" in capsys.readouterr().out
     rows["bert"] = row("bert", status="wrong", reason="gradients differ", counts=counts)
     monkeypatch.setattr(coverage, "examined", lambda types, *_: [rows[name] for name in types])
     assert run("--ways", "bert", "--out", str(out), monkeypatch=monkeypatch) == 1

@@ -114,7 +114,7 @@ def ways_sums(rows: Sequence[dict[str, Any]]) -> list[Sum]:
     compared = len(wrong) + len(right)
     return [
         Sum("steps that are not the stock model's", f"{', '.join(wrong) or 0} of {compared}", "0", not wrong),
-        Sum("types with checkpointed blocks", f"{with_blocks} of {compared}", "", True),
-        Sum("types with tiles of tokens", f"{with_tiles} of {compared}", "", True),
+        Sum("types whose plan checkpoints blocks", f"{with_blocks} of {compared}", "", True),
+        Sum("types whose plan has tiles of tokens", f"{with_tiles} of {compared}", "", True),
         *(Sum(label, ", ".join(each), "", True) for label, each in sorted(names.items())),
     ]
