@@ -108,9 +108,9 @@ def _study(arguments: argparse.Namespace) -> Study:
     if arguments.losses:
         return Study("--losses", header, LossRow, examine_loss, types_with_a_head, loss_sums, loss_page)
     if arguments.ways:
-        recorded = _read(arguments.out, Row)["rows"] if arguments.types and arguments.out.exists() else []
-        merged = partial(_replaced, recorded)
-        return Study("--ways", header, Row, examine_ways, types_least_alike_first, ways_sums, None, merged)
+        recorded = _recorded(arguments.out, header)
+        types = partial(_missing, recorded)
+        return Study("--ways", header, Row, examine_ways, types, ways_sums, None, partial(_replaced, recorded))
     if arguments.peaks:
         document = _read(arguments.out, Row)
         recorded, header["memory"] = document["rows"], document.get("memory", True)
@@ -129,6 +129,18 @@ def _study(arguments: argparse.Namespace) -> Study:
     return Study(
         "", {**header, "memory": memory}, Row, partial(examine, memory=memory), model_types, sums, coverage_page
     )
+
+
+def _recorded(out: Path, header: dict[str, Any]) -> Rows:
+    """Rows of a file that the same versions wrote."""
+    document = _read(out, Row) if out.exists() else {}
+    return list(document["rows"]) if document.get("versions") == header["versions"] else []
+
+
+def _missing(recorded: Rows) -> list[str]:
+    """Types that have no row yet; all if each has one."""
+    done, every = {row["model_type"] for row in recorded}, types_least_alike_first()
+    return [name for name in every if name not in done] or every
 
 
 def _replaced(recorded: Rows, rows: Rows) -> Rows:
@@ -329,7 +341,8 @@ def _check(document: dict[str, Any], study: Study) -> int:
 
 def _print(results: Sequence[Sum]) -> None:
     for result in results:
-        print(f"{'ok   ' if result.holds else 'SHORT'} {result.name}: {result.text} (wanted: {result.target})")
+        wanted = f" (wanted: {result.target})" if result.target else ""
+        print(f"{'ok   ' if result.holds else 'SHORT'} {result.name}: {result.text}{wanted}")
 
 
 if __name__ == "__main__":

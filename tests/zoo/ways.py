@@ -112,9 +112,11 @@ def ways_sums(rows: Sequence[dict[str, Any]]) -> list[Sum]:
         sum(count([row], *which) > 0 for row in right) for which in (("checkpointing", BOTH), ("tile", "tiles"))
     )
     compared = len(wrong) + len(right)
+    missing = set(model_types()) - {row["model_type"] for row in rows}
     return [
         Sum("steps that are not the stock model's", f"{', '.join(wrong) or 0} of {compared}", "0", not wrong),
         Sum("types whose plan checkpoints blocks", f"{with_blocks} of {compared}", "", True),
         Sum("types whose plan has tiles of tokens", f"{with_tiles} of {compared}", "", True),
+        Sum("types that have no row yet", str(len(missing)), "", True),
         *(Sum(label, ", ".join(each), "", True) for label, each in sorted(names.items())),
     ]
