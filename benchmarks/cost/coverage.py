@@ -190,7 +190,7 @@ def _all(arguments: argparse.Namespace, study: Study) -> int:
     types = [name for name in arguments.types or study.types() if name not in {row["model_type"] for row in rows}]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with partial_rows.open("a") as stream:
-        if not rows:
+        if not stream.tell():
             print(json.dumps(study.header), file=stream, flush=True)
         for row in with_progress(examined(types, arguments.jobs, study.examine, study.row), len(rows), len(types)):
             rows.append(row)

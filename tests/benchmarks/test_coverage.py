@@ -175,6 +175,21 @@ def test_an_interrupted_run_goes_on_with_the_rows_that_are_whole(tmp_path: Path)
     assert not partial.exists()
 
 
+def test_a_run_that_was_interrupted_before_its_first_row_goes_on(tmp_path: Path, monkeypatch) -> None:
+    out, header = tmp_path / "ways.json", {"versions": coverage.versions()}
+    partial = out.with_suffix(".partial.jsonl")
+    partial.write_text(json.dumps(header) + "\n")
+    written = []
+
+    def found(types, *_):
+        yield row("bert")
+        written.extend(map(json.loads, partial.read_text().splitlines()))
+
+    monkeypatch.setattr(coverage, "examined", found)
+    assert run("--ways", "bert", "--out", str(out), monkeypatch=monkeypatch) == 0
+    assert [each.get("model_type") for each in written] == [None, "bert"]
+
+
 def losses(*rows: LossRow) -> list[dict]:
     fused = [LossRow(str(i), "fused", bf16=1.0) for i in range(97)]
     return [dataclasses.asdict(each) for each in (*fused, LossRow("ctc", "left", "its loss|other"), *rows)]
