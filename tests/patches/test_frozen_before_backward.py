@@ -32,3 +32,12 @@ def test_gradients_are_stocks(settings: tuple[str, ...]) -> None:
     stock = tiny_model("llama")
     patched = memopt.patch(copy.deepcopy(stock), memopt.load_recipe("exact-unfolded", settings))
     torch.testing.assert_close(gradients(patched), gradients(stock), rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_that_two_modules_share_is_trained_as_in_the_forward() -> None:
+    stock = tiny_model("llama")
+    for layer in stock.model.layers:
+        layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
+        layer.self_attn.v_proj.weight = layer.self_attn.k_proj.weight
+    patched = memopt.patch(copy.deepcopy(stock), memopt.load_recipe("exact-unfolded", BLOCKS))
+    torch.testing.assert_close(gradients(patched), gradients(stock), rtol=1e-4, atol=1e-6)

@@ -140,14 +140,14 @@ class Held:
     def trained_as_before(self) -> Iterator[None]:
         """Inside, parameters require gradients as at the forward. PEFT freezes adapters that are switched off."""
         pairs = zip(self._tensors, self._trained, strict=True)
-        changed = [each for each, was in pairs if each.requires_grad != was and isinstance(each, nn.Parameter)]
+        changed = [pair for pair in pairs if pair[0].requires_grad != pair[1] and isinstance(pair[0], nn.Parameter)]
         try:
-            for each in changed:
-                each.requires_grad_(not each.requires_grad)
+            for each, was in changed:  # twice the same parameter if two modules share it
+                each.requires_grad_(was)
             yield
         finally:
-            for each in changed:
-                each.requires_grad_(not each.requires_grad)
+            for each, was in changed:
+                each.requires_grad_(not was)
 
     @property
     def has_moved(self) -> bool:
