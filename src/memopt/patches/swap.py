@@ -142,7 +142,8 @@ def _anew(state: Any) -> Any:
 def _settle(module: nn.Module, replica: nn.Module) -> None:
     """Prepare a replica for its call: others run at the same time, and its children and tensors are copies."""
     own = vars(replica)
-    own[_STATE] = _anew(own.get(_STATE))
+    if _STATE in own:
+        own[_STATE] = _anew(own[_STATE])
     if own.get(_READS) is not None and own[_READS].hold(module):
         del own[_READS]
 
