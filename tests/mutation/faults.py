@@ -819,4 +819,22 @@ FAULTS: tuple[Fault, ...] = (
         "set_per_process_memory_fraction({self.reserved} /",
         ("tests/prediction/test_peak.py",),
     ),
+    Fault(
+        "a replica that has other tensors runs its stock forward",
+        "    if own.get(_READS) is not None and own[_READS].hold(module):\n",
+        "    if False:\n",
+        ("tests/patches/test_data_parallel.py", "-k", "has_the_graph and llama"),
+    ),
+    Fault(
+        "a parameter that two modules share is frozen and thawed at once",
+        "                each.requires_grad_(was)\n",
+        "                each.requires_grad_(not each.requires_grad)\n",
+        ("tests/patches/test_frozen_before_backward.py", "-k", "share"),
+    ),
+    Fault(
+        "a model in which convolutions alone are exchanged counts as unchanged",
+        '    if not is_patched(model):\n        raise NegativeVerdict(\n            "Nothing in this',
+        '    if not any(applied.done.values()):\n        raise NegativeVerdict(\n            "Nothing in this',
+        ("tests/patches/test_convolution.py", "-k", "alone_are_exchanged"),
+    ),
 )
