@@ -24,7 +24,7 @@ _LARGE_SEGMENT = 20 << 20
 _LEAST_OWN = 10 << 20
 _ROUND_OWN = 2 << 20
 #: The most limits that are tried to find one on which steps fit, and then a smaller one.
-_TRIES, _BISECTIONS = 10, 4
+_TRIES, _BISECTIONS = 10, 3
 #: First addresses of the two pools. Addresses identify segments and blocks, as on a device.
 SMALL_POOL, LARGE_POOL = 1 << 46, 1 << 47
 #: Bits of an address, and a number with all of them.
@@ -68,7 +68,7 @@ def least_limit(resident: Sequence[Storage], events: Sequence[Event], *, expanda
 
     On a larger device segments are released later, so that the steps may not fit it. So this runs the steps with their
     live bytes as the limit, then with the smallest limit that changes a release, and so on, in strides that double from
-    0.1 % of the live bytes. Then it tries `_BISECTIONS` limits between the first that is enough and the one before it.
+    0.4 % of the live bytes. Then it tries `_BISECTIONS` limits between the first that is enough and the one before it.
     If none is enough, it is the device with room for every segment.
     """
     live = max(accumulate((event.change for event in events), initial=sum(each.nbytes for each in resident)))
@@ -77,7 +77,7 @@ def least_limit(resident: Sequence[Storage], events: Sequence[Event], *, expanda
         most, higher = _most(Allocator(expandable=expandable, limit=limit), resident, events)
         if most is not None:
             break
-        low, limit = higher, max(higher, live + (live >> 10 << number))
+        low, limit = higher, max(higher, live + (live >> 8 << number))
     else:
         return reserved(resident, events, expandable=expandable)
     limit = low
