@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from memopt.errors import RecipeError
 from memopt.patches.checkpointing.module import patch_block
-from memopt.patches.checkpointing.offload import OffloadedInputs
+from memopt.patches.checkpointing.offload import InputsOfThreads, OffloadedInputs
 from memopt.plan.recipe import Recipe, load_recipe
 from tests.factories import tiny_inputs, tiny_model
 
@@ -275,7 +275,7 @@ def test_a_patched_block_does_not_hold_an_input_that_is_offloaded(keeps_attentio
             q = (hidden.sin() * mask)[None, None]
             return torch.nn.functional.scaled_dot_product_attention(q, q, q)[0, 0].exp()
 
-    blocks, inputs = [Block().train() for _ in range(2)], OffloadedInputs()
+    blocks, inputs = [Block().train() for _ in range(2)], InputsOfThreads()
     for block in blocks:
         patch_block(block, None, True, inputs, keeps_attention)
     hidden, originals = torch.randn(3, 4, requires_grad=True) * 2, []

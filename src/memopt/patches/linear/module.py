@@ -129,7 +129,9 @@ def _reading(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, x: Any, args: Any, kwargs: dict[str, Any]
 ) -> Tensor:
     # A tool that computes weight or bias from other tensors removes them from the parameters.
-    parameters = parameters_of(module)
+    parameters: Mapping[str, Tensor | None] = module._parameters
+    if "weight" not in parameters:  # spares most calls a function
+        parameters = parameters_of(module)
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1 or steps_aside():
         return stock(module, *args, **kwargs)
