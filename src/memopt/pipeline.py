@@ -11,7 +11,7 @@ from memopt.checkpoint.atomic import Note, Notes
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import InputsRecord
 from memopt.checkpoint.names import check_names
-from memopt.checkpoint.original import folds_of, original_of, walk_source
+from memopt.checkpoint.original import folds_of, named, original_of, walk_source
 from memopt.checkpoint.patched import is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
 from memopt.checkpoint.target import check_space, check_target, default_folder
@@ -136,7 +136,7 @@ def patch_checkpoint(
         config = load_config(checkpoint.root, trust_remote_code=trust_remote_code)
         for text in check_names(checkpoint, config).notes:
             notes.tell(text)
-    sites, driven = walk_source(checkpoint, batch, trust_remote_code)
+    checkpoint, sites, driven = walk_source(checkpoint, batch, trust_remote_code)
     plan = make_plan(sites, rules)
     _tell(plan, notes.tell, made_by_processor=driven if batch is None else None)
     _check_rewrites(checkpoint, plan)
@@ -330,6 +330,7 @@ def unpatch_checkpoint(
     if record.folded_norms():
         original = original_of(record, against, allow_pickle)
         folds = folds_of(record, patched, original, trust_remote_code)
+        patched, original = (named(each, trust_remote_code) for each in (patched, original))
     notes = Notes(note)
     unfolded = write_unpatched(patched, original, folds, target, progress=progress, note=notes.tell)
     for name, reason in unfolded.kept:
@@ -380,7 +381,7 @@ def _check_files(source: CheckpointSource, plan: Plan, note: Note) -> Plan:
     if not source.shards:
         note("There are no weights here yet, so their names and dtypes were not checked.")
         return plan
-    folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases)
+    folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases, source.renamed)
     for norm, reason in folds.refused:
         note(f"{norm} is shared instead of folded: {reason}.")
     return folds.revise(plan)

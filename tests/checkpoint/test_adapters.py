@@ -14,14 +14,16 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import memopt
 from memopt.checkpoint.adapters.verb import AdapterResult, convert_adapter
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.pipeline import patch_checkpoint
+from tests.checkpoint.test_names import edit, randomise
 from tests.factories import tiny_inputs, tiny_model
 from tests.patches.test_experts import base as mixtral
+from tests.zoo.build import saved_twin
 
 #: Weights of the folded model and of the adapter are rounded to fp32, everything else is fp64: about 16 products lie on
 #: a path through the two or three blocks, each off by half of fp32's epsilon of its largest element.
@@ -147,6 +149,38 @@ def test_it_computes_the_same_on_the_folded_model_and_back(
     assert_same(logits(folders / f"{family}-folded", there.out), expected)
     back = convert(there.out, family, "back", back=True)
     assert_same(logits(folders / family, back.out), expected)
+
+
+def test_it_finds_the_modules_of_a_model_whose_files_have_other_names(tmp_path: Path) -> None:
+    assert saved_twin("qwen2_vl", tmp_path / "model")
+    edit(tmp_path / "model", randomise)
+    patch_checkpoint(tmp_path / "model", tmp_path / "folded")
+    tokens = torch.arange(16).reshape(2, 8)
+
+    def read(folder: str) -> nn.Module:
+        model: nn.Module = AutoModelForImageTextToText.from_pretrained(tmp_path / folder, dtype=torch.float64)
+        return model
+
+    def logits(folder: str, adapter: str) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = PeftModel.from_pretrained(read(folder), tmp_path / adapter).eval()(tokens).logits
+        return found
+
+    config = LoraConfig(
+        r=4, target_modules=r".*language_model.*(q_proj|gate_proj|down_proj)", modules_to_save=["v_proj"]
+    )
+    model = get_peft_model(read("model").float(), config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path / "stock")
+    there = convert_adapter(tmp_path / "stock", tmp_path / "folded", tmp_path / "there")
+    assert there.changed
+    assert_same(logits("folded", "there"), logits("model", "stock"))
+    assert not torch.allclose(logits("folded", "stock"), logits("model", "stock"), rtol=1e-3)
+    convert_adapter(tmp_path / "there", tmp_path / "folded", tmp_path / "back", back=True)
+    assert_same(logits("model", "back"), logits("model", "stock"))
 
 
 @pytest.mark.parametrize("case", REFUSED)

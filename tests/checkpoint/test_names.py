@@ -15,6 +15,7 @@ from transformers import BertConfig, MixtralConfig
 
 from memopt.checkpoint import names as subject
 from memopt.checkpoint.names import Names, compare_names
+from memopt.checkpoint.original import named
 from memopt.checkpoint.sources.source import open_source
 from memopt.errors import ModelError
 from memopt.pipeline import patch_checkpoint, unpatch_checkpoint
@@ -310,3 +311,74 @@ def test_a_config_that_builds_no_model_is_named_and_not_the_tensors(llama: Path)
     assert "LlamaForCausalLM cannot be built from its config: KeyError: 'sillu'" in refusal(
         configure(llama, hidden_act="sillu")
     )
+
+
+def randomise(tensors: Tensors) -> None:
+    """Give norms weights of both signs; those of a new model are ones."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors.values():
+        if tensor.dim() == 1:
+            tensor.add_(torch.randn(tensor.shape, generator=generator))
+
+
+#: type -> (a parameter of its model, its name in files, norms that are folded)
+RENAMED = {
+    "gemma3": (
+        "model.language_model.layers.0.mlp.up_proj.weight",
+        "language_model.model.layers.0.mlp.up_proj.weight",
+        25,
+    ),
+    "qwen2_5_vl": ("model.language_model.norm.weight", "model.norm.weight", 9),
+    "dinov2": (
+        "dinov2.encoder.layer.0.attention.k_proj.weight",
+        "dinov2.encoder.layer.0.attention.attention.key.weight",
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", RENAMED)
+def test_norms_are_folded_where_files_have_names_of_older_releases(model_type: str, tmp_path: Path):
+    parameter, key, folds = RENAMED[model_type]
+    assert saved_twin(model_type, tmp_path / "model")
+    edit(tmp_path / "model", randomise)
+    source = open_source(str(tmp_path / "model"))
+    assert source.renamed == {}
+    assert named(source, False).renamed[parameter] == key
+    result = patch_checkpoint(tmp_path / "model", tmp_path / "patched")
+    assert len(result.plan.folds()) == folds
+    assert not [note for note in result.notes if "shared instead" in note]
+    verdict = verify(tmp_path / "patched", level=["weights", "forward"])
+    assert verdict.status == "pass", verdict
+
+
+def test_a_parameter_that_a_load_makes_of_several_tensors_has_no_name_in_the_files(tmp_path: Path):
+    assert saved_twin("mixtral", tmp_path)
+    found = named(open_source(str(tmp_path)), False).renamed
+    assert set(found) == {f"model.layers.{i}.mlp.gate.weight" for i in range(2)}, "experts are merged"
+
+
+def test_of_two_tensors_for_one_parameter_and_of_another_shape_neither_is_named(llama: Path):
+    edit(llama, lambda tensors: tensors.update({NORM.removeprefix("model."): tensors[NORM].clone()}))
+    assert named(open_source(str(llama)), False).renamed == {}
+    edit(llama, lambda tensors: (tensors.pop(NORM), tensors.update({"norm.weight": torch.ones(3)})))
+    assert named(open_source(str(llama)), False).renamed == {}
+    edit(llama, lambda tensors: tensors.update({"norm.weight": torch.ones(tiny_config("llama").hidden_size)}))
+    assert named(open_source(str(llama)), False).renamed == {NORM: "norm.weight"}
+
+
+def test_a_copy_that_was_saved_with_the_names_of_the_model_is_unpatched(tmp_path: Path):
+    assert saved_twin("qwen2_vl", tmp_path / "model")
+    edit(tmp_path / "model", randomise)
+    patch_checkpoint(tmp_path / "model", tmp_path / "patched")
+    (tmp_path / "patched" / "memopt.json").unlink()
+    today = {key: name for name, key in named(open_source(str(tmp_path / "model")), False).renamed.items()}
+    tensors = {today.get(key, key): tensor for key, tensor in load_file(tmp_path / "patched" / FILE).items()}
+    save_file(tensors, tmp_path / "patched" / FILE, metadata={"format": "pt"})
+    result = unpatch_checkpoint(tmp_path / "patched", out=tmp_path / "stock", against=tmp_path / "model")
+    assert result.unfolded.norms
+    assert not result.unfolded.kept
+    stock = load_file(tmp_path / "model" / FILE)
+    back = load_file(tmp_path / "stock" / FILE)
+    assert back.keys() == {today.get(key, key) for key in stock}
+    assert all(torch.equal(back[today.get(key, key)], tensor) for key, tensor in stock.items())

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.checkpoint.fold import FoldPlan
 from memopt.checkpoint.manifest import CONFIG_KEY, Manifest
-from memopt.checkpoint.names import SHOWN, compare_names
+from memopt.checkpoint.names import SHOWN, compare_names, with_renamed
 from memopt.checkpoint.patched import PatchedFolder, digest_of_folds
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
 from memopt.errors import ModelError, first_of
@@ -72,11 +72,15 @@ def affines_read(model: nn.Module, folder: Path, norms: Mapping[str, str]) -> It
     modules = {name: model.get_submodule(name) for name in norms}
     empty = {name for name, module in modules.items() if any(tensor.is_meta for tensor in module.parameters())}
     source = open_source(str(folder)) if empty else None
+    if source is not None and isinstance(model, PreTrainedModel):
+        source = with_renamed(source, model)
     lent: list[tuple[nn.Module, str, nn.Parameter]] = []
     known = [name for name in norms if name not in empty]
     for name in empty:
         assert source is not None
-        own = {each: f"{norms[name]}.{each}" for each in modules[name]._parameters}
+        own = {
+            each: source.renamed.get(f"{name}.{each}", f"{norms[name]}.{each}") for each in modules[name]._parameters
+        }
         if not set(own.values()) <= source.tensors.keys():
             continue
         known.append(name)

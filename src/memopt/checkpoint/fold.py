@@ -102,11 +102,20 @@ class FoldPlan:
 
     @classmethod
     def from_plan(
-        cls, plan: Plan, tensors: Mapping[str, TensorInfo], aliases: Mapping[str, tuple[str, ...]] | None = None
+        cls,
+        plan: Plan,
+        tensors: Mapping[str, TensorInfo],
+        aliases: Mapping[str, tuple[str, ...]] | None = None,
+        renamed: Mapping[str, str] | None = None,
     ) -> FoldPlan:
-        """Folds of `plan` on the files' `tensors`; `aliases`: tensor -> others that share its storage."""
+        """Folds of `plan` on the files' `tensors`.
+
+        Args:
+            aliases: tensor -> others that share its storage.
+            renamed: parameter of the model -> its other name in the files.
+        """
         norms = plan.folds()
-        keys = map_names({name for norm in norms for name in _parameters(norm)}, tensors)
+        keys = map_names({name for norm in norms for name in _parameters(norm)}, tensors) | dict(renamed or {})
         owners = Counter(norm.weight for norm in plan.sites.norms)
         folds, refused = [], []
         for norm in norms:

@@ -1,4 +1,4 @@
-"""Check whether the tensors in the files belong to the model of the config, by name and shape.
+"""Check whether the tensors in the files belong to the model of the config, by name and shape, and which is which.
 
 The loader of transformers runs on the meta device with the names and shapes of the headers, so its renamings,
 conversions, ties and lists of ignored names apply as in a real load. No weight is read.
@@ -10,12 +10,14 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from memopt.checkpoint.sources.header import FLOAT_DTYPES
 from memopt.checkpoint.sources.source import CheckpointSource
@@ -81,6 +83,27 @@ def check_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
             "Give the files and the config.json of one model, or name the class that was saved in 'architectures'.",
         )
     return names
+
+
+def with_renamed(source: CheckpointSource, model: PreTrainedModel) -> CheckpointSource:
+    """`source` with the names under which its files hold the parameters of `model`, which may be on meta.
+
+    Multimodal models and vision transformers are often stored under names of older releases. A parameter that a load
+    makes of several tensors, or of one by a computation, has no name in the files.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    state, found = model.state_dict(), dict[str, list[str]]()
+    for key in sorted(source.tensors, key=dot_natural_key):  # some renamings depend on those before them
+        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state:
+            name, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
+        if converter is None and name in state and tuple(state[name].shape) == tuple(source.tensors[key].shape):
+            found.setdefault(name, []).append(key)
+    return replace(
+        source, renamed={name: keys[0] for name, keys in found.items() if len(keys) == 1 and keys[0] != name}
+    )
 
 
 def check_stored(source: CheckpointSource) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import CONFIG_KEY
+from memopt.checkpoint.names import with_renamed
 from memopt.checkpoint.patched import PatchedFolder, digest_of_affines, digest_of_folds, is_patched
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
 from memopt.errors import ModelError
 from memopt.plan.plan import make_plan
 from memopt.walk.calls.batch import Batch
+from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config
 from memopt.walk.observe import walk_folder
 from memopt.walk.sites import Sites
@@ -38,8 +41,9 @@ def folds_of(
     if record.manifest is not None:
         folds = tuple(each.fold for each in record.manifest.folds)
     else:
-        sites, _ = walk_source(original, None, trust_remote_code)
-        planned = FoldPlan.from_plan(make_plan(sites, record.recipe), original.tensors, original.weights.aliases)
+        original, sites, _ = walk_source(original, None, trust_remote_code)
+        plan = make_plan(sites, record.recipe)
+        planned = FoldPlan.from_plan(plan, original.tensors, original.weights.aliases, original.renamed)
         folds = tuple(fold for fold in planned.folds if fold.norm in record.folded_norms())
     key = patched.config.get(CONFIG_KEY)
     expected = key if isinstance(key, dict) else {}
@@ -58,7 +62,21 @@ def folds_of(
     return folds
 
 
-def walk_source(source: CheckpointSource, batch: Batch | None, trust_remote_code: bool) -> tuple[Sites, Batch | None]:
-    """Sites, and the batch that the walk ran with: the user's, the processor's, or None for guessed inputs."""
+def named(source: CheckpointSource, trust_remote_code: bool) -> CheckpointSource:
+    """`source` with the names of its model's parameters; without them if its model cannot be built.
+
+    A model of its own code, which needs trust, is one that transformers renames nothing of.
+    """
+    with suppress(ModelError):
+        return with_renamed(source, build_meta(load_config(source.root, trust_remote_code=trust_remote_code)))
+    return source
+
+
+def walk_source(
+    source: CheckpointSource, batch: Batch | None, trust_remote_code: bool
+) -> tuple[CheckpointSource, Sites, Batch | None]:
+    """`source` with the names of its parameters, sites, and the batch that the walk ran with: the user's, the
+    processor's, or None for guessed inputs."""
     config = load_config(source.root, trust_remote_code=trust_remote_code)
-    return walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
+    sites, driven = walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
+    return with_renamed(source, build_meta(config)), sites, driven

@@ -108,7 +108,9 @@ class _Unfolding:
     ) -> None:
         self.patched, self.source, self.put = patched, original, put
         self.operations = FoldPlan(folds).operations()
-        self.keys = map_names({name for fold in folds for name in fold.touched}, patched.tensors)
+        renamed = {key: patched.renamed.get(name, name) for name, key in original.renamed.items()}
+        self.keys = {name: key for name, key in renamed.items() if key in patched.tensors}
+        self.keys |= map_names({name for fold in folds for name in fold.touched}, patched.tensors)
         reasons = {fold: self.obstacle(fold) for fold in folds}
         self.done = Unfolded(kept=[(fold.norm, reason) for fold, reason in reasons.items() if reason])
         #: by the name of its weight

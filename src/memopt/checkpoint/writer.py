@@ -90,7 +90,7 @@ def write_checkpoint(
     check_space(out, source.space_needed)
     notes = Notes(note)
     with staged(out, force=force, note=note or (lambda text: None)) as stage, _Workers(source, progress) as workers:
-        folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases)
+        folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases, source.renamed)
         folds, shards = _write_shards(source, folds, stage, workers)
         for norm, reason in folds.refused:
             notes.tell(f"{norm} is shared instead of folded: {reason}.")

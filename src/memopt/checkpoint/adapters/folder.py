@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from memopt.checkpoint.fold import map_names
 from memopt.checkpoint.sources.base import Shard
-from memopt.checkpoint.sources.header import FLOAT_DTYPES, TensorInfo, read_header
+from memopt.checkpoint.sources.header import FLOAT_DTYPES, read_header
 from memopt.checkpoint.sources.safetensors import SafetensorsFiles
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, other_files
 from memopt.environment.files import ADAPTER_CONFIG, MAX_JSON_BYTES, check_folder, parse_json, read_small, user_path
@@ -39,16 +39,13 @@ class Part(NamedTuple):
     """The rest of the name."""
     added: bool
     """True for a parameter of the adapter; False for a trained tensor of the module itself."""
+    base: str | None
+    """Name in the base model's files of the tensor that this part replaces or is added to."""
 
     @property
     def name(self) -> str:
         """The module as the adapter names it."""
         return self.key.removeprefix(_PREFIX).replace(".base_layer.", ".").removesuffix(f".{self.leaf}")
-
-    @property
-    def base(self) -> str | None:
-        """Name in the base model's files of the tensor that this part replaces or is added to."""
-        return None if self.module is None else f"{self.module}.{'weight' if self.added else self.leaf}"
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,8 @@ class Adapter:
     def kind(self) -> str:
         return str(self.config.get("peft_type"))
 
-    def parts(self, base: Mapping[str, TensorInfo]) -> list[Part]:
-        """Every tensor with its module in a base model whose files have the tensors `base`.
+    def parts(self, base: CheckpointSource) -> list[Part]:
+        """Every tensor with its module in the files of the base model.
 
         Raises:
             ModelError: the base model lacks a module that the adapter is added to, or has it in another size.
@@ -84,7 +81,7 @@ class Adapter:
                 raise self.misfit(f"the model has no module for {part.key}")
             if part.leaf in _COLUMNS and part.module not in rows:
                 raise self.misfit(f"{part.key} has no B")
-            weight = base.get(part.base or "")
+            weight = base.tensors.get(part.base or "")
             if part.leaf in _COLUMNS and weight is not None:
                 sizes = (rows[part.module].shape[0], *info.shape[1:])
                 if sorted(sizes) != sorted(weight.shape):
@@ -127,21 +124,25 @@ def pattern_value(patterns: object, module: str, default: Any) -> Any:
     return default
 
 
-def _parts(keys: Iterable[str], base: Collection[str]) -> Iterator[Part]:
+def _parts(keys: Iterable[str], base: CheckpointSource) -> Iterator[Part]:
     names = {key: key.removeprefix(_PREFIX).replace(".base_layer.", ".") for key in keys}
-    modules = {parent for name in base for parent in ancestors(name)}
+    modules = {parent for name in base.tensors for parent in ancestors(name)}
     found = map_names({parent for name in names.values() for parent in ancestors(name)}, modules)
-    owning = {name.rpartition(".")[0] for name in base}
+    found |= {name.rpartition(".")[0]: key.rpartition(".")[0] for name, key in base.renamed.items()}
+    owning = {name.rpartition(".")[0] for name in base.tensors}
     for key, name in names.items():
         owners = [parent for parent in ancestors(name) if parent in found] if key.startswith(_PREFIX) else []
         owner = found[owners[-1]] if owners else None
         leaf = name.removeprefix(f"{owners[-1]}.") if owners else name
-        if f"{owner}.{leaf}" in base:
-            yield Part(key, owner, leaf, added=False)
+        own, weight = (
+            base.renamed.get(f"{owners[-1]}.{part}", f"{owner}.{part}") if owners else "" for part in (leaf, "weight")
+        )
+        if own in base.tensors:
+            yield Part(key, owner, leaf, False, own)
         elif owner in owning:
-            yield Part(key, owner, leaf, added=True)
+            yield Part(key, owner, leaf, True, weight)
         else:  # its module is not in the files: a head for another task, or the adapter does not fit
-            yield Part(key, None, name, added=bool(_ADDED.search(name)) and key.startswith(_PREFIX))
+            yield Part(key, None, name, bool(_ADDED.search(name)) and key.startswith(_PREFIX), None)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Sides:
                 f"its target_parameters ({', '.join(names)}) adapt parameters, not the inputs of modules"
             )
         self.operations = FoldPlan(folds).operations()
-        self.parts = {part.key: part for part in adapter.parts(base.tensors)}
+        self.parts = {part.key: part for part in adapter.parts(base)}
         self.whole = {part.base: part for part in self.parts.values() if not part.added and part.base}
         readers: dict[str, list[tuple[Fold, FoldedConsumer]]] = {}
         for fold in folds:

@@ -16,7 +16,7 @@ from memopt.checkpoint.adapters.folder import KIND, WEIGHTS, Adapter, open_adapt
 from memopt.checkpoint.atomic import Note, Notes, staged
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import CONFIG_KEY, FileRecord
-from memopt.checkpoint.original import folds_of, original_of, walk_source
+from memopt.checkpoint.original import folds_of, named, original_of, walk_source
 from memopt.checkpoint.patched import digest_of_affines, digest_of_folds, is_patched, patched_folder
 from memopt.checkpoint.sources.header import build_header
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source, sha256
@@ -148,12 +148,13 @@ def _of_patched(
     if not record.folded_norms():
         return _Forms(patched, (), str(patched.root))
     original = original_of(record, against, allow_pickle)
-    return _Forms(original, folds_of(record, patched, original, trust_remote_code), str(patched.root))
+    folds = folds_of(record, patched, original, trust_remote_code)
+    return _Forms(named(original, trust_remote_code), folds, str(patched.root))
 
 
 def _of_stock(source: CheckpointSource, rules: Recipe, trust_remote_code: bool) -> _Forms:
-    sites, _ = walk_source(source, None, trust_remote_code)
-    folds = FoldPlan.from_plan(make_plan(sites, rules), source.tensors, source.weights.aliases).folds
+    source, sites, _ = walk_source(source, None, trust_remote_code)
+    folds = FoldPlan.from_plan(make_plan(sites, rules), source.tensors, source.weights.aliases, source.renamed).folds
     if any(source.tensors[name].dtype == "F16" for fold in folds for name in fold.touched):
         raise ModelError(
             f"Some folds of '{source.model}' may overflow F16, which shows only when they are written.",

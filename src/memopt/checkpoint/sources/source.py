@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
@@ -60,6 +60,8 @@ class CheckpointSource:
     left_out: tuple[str, ...]
     """Weights in other forms, PEFT adapters and a trainer's state, which a rewritten checkpoint does not contain."""
     config: Mapping[str, Any]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parameter of the model -> its other name here; only `checkpoint.names.with_renamed` finds them out."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:
