@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from memopt import pipeline
+from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.verification.run import Verdict
 from memopt.verification.weights import verify_weights
 from memopt.walk.sites import Sites
@@ -203,9 +204,9 @@ def test_a_bad_output_is_one_line(memopt: Memopt, llama: Path, out: str) -> None
 def test_what_other_code_prints_does_not_reach_stdout(
     memopt: Memopt, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def noisy(*arguments: object) -> tuple[Sites, None]:
+    def noisy(source: CheckpointSource, *rest: object) -> tuple[CheckpointSource, Sites, None]:
         print("hello from remote code")
-        return plan_of([rms_norm(0)]).sites, None
+        return source, plan_of([rms_norm(0)]).sites, None
 
     monkeypatch.setattr(pipeline, "walk_source", noisy)
     run = memopt("patch", llama, "--dry-run", "--json")
