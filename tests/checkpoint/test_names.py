@@ -14,12 +14,14 @@ from torch import Tensor
 from transformers import BertConfig, MixtralConfig
 
 from memopt.checkpoint import names as subject
+from memopt.checkpoint.fits import affines_read
 from memopt.checkpoint.names import Names, compare_names
 from memopt.checkpoint.original import named
 from memopt.checkpoint.sources.source import open_source
 from memopt.errors import ModelError
 from memopt.pipeline import patch_checkpoint, unpatch_checkpoint
 from memopt.verification.run import verify
+from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config
 from tests.factories import NAMES, tiny_config, tiny_model
 from tests.zoo.build import saved_twin
@@ -382,3 +384,14 @@ def test_a_copy_that_was_saved_with_the_names_of_the_model_is_unpatched(tmp_path
     back = load_file(tmp_path / "stock" / FILE)
     assert back.keys() == {today.get(key, key) for key in stock}
     assert all(torch.equal(back[today.get(key, key)], tensor) for key, tensor in stock.items())
+
+
+def test_norms_of_a_model_on_meta_have_the_values_of_files_with_other_names(tmp_path: Path):
+    assert saved_twin("qwen2_vl", tmp_path)
+    edit(tmp_path, randomise)
+    model = build_meta(load_config(tmp_path))
+    norm = "model.language_model.norm"
+    with affines_read(model, tmp_path, {norm: norm}) as known:
+        assert known == [norm]
+        assert torch.equal(model.get_parameter(f"{norm}.weight"), load_file(tmp_path / FILE)[NORM])
+    assert model.get_parameter(f"{norm}.weight").is_meta
