@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from memopt.api import plan_for
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.apply import apply, undo
-from memopt.patches.loss import blocks, plain, readers, rows
+from memopt.patches.loss import losses, plain, readers, rows
 from memopt.patches.loss.checks import verify_losses
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
@@ -215,7 +215,7 @@ def _chunk_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _operations_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, plain):
+    for module in (losses, plain):
         monkeypatch.setattr(module, "run", lambda operations, y, columns: y * 1.0)
 
 

@@ -1,9 +1,9 @@
 """The cross-entropy of a plain linear, x W^T + b: code shared by its two algorithms, and the choice between them.
 
-By chunks of rows (`at_once.py`), the forward computes the gradients, in three products, or two for a frozen head. This
-keeps a gradient of W until backward, which makes a scaled copy; many chunks in 16 bits need a sum in fp32; and products
-of few rows are slow. By blocks of columns (`blocks.py`) there is none of these costs, but the logits are computed
-twice: one product more.
+By chunks of rows, the forward computes the gradients, in three products, or two for a frozen head. This keeps a
+gradient of W until backward, which makes a scaled copy; many chunks in 16 bits need a sum in fp32; and products of few
+rows are slow. By blocks of columns there is none of these costs, but the logits are computed twice: one product more.
+Both are in `losses.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Plain:
 
     @property
     def is_at_once(self) -> bool:
-        """Whether the forward computes the gradients (`at_once.py`), for a loss that is one number.
+        """Whether the forward computes the gradients (`loss_at_once`), for a loss that is one number.
 
         The :meth:`room` must suffice for a chunk of `ROWS` rows; for the fp32 sum of W's gradient, if it needs one; and
         on a GPU for W's gradient itself, of which backward makes a scaled copy.
@@ -114,11 +114,8 @@ class Plain:
         self, rows: Tensor, matrix: Tensor, bias: Tensor | None, columns: slice,
         write: Callable[..., object], sums: Sequence[Tensor | None],
     ) -> Tensor:  # fmt: skip
-        """The gradient (rows, columns) of :meth:`logits`. Adds gradients of the operations' tensors to `sums`.
-
-        Args:
-            write: ``write(z, out=...)`` writes to `out` the gradient of z, the logits after all operations.
-        """
+        """The gradient (rows, columns) of :meth:`logits`; ``write(z, out=...)`` writes that of z, the logits after all
+        operations. Adds gradients of the operations' tensors to `sums`."""
         y = self.logits(rows, matrix, bias, columns)
         if not self.source.operations:
             write(y, out=y)

@@ -16,9 +16,8 @@ from torch import Tensor
 from memopt.kernels.base.autograd import accumulation_dtype, autocast_as, autocast_dtype
 from memopt.kernels.loss.function import lean_cross_entropy, weight_of_all
 from memopt.kernels.loss.reference import LossArguments, losses_of
-from memopt.patches.loss.at_once import loss_at_once
-from memopt.patches.loss.blocks import losses_by_blocks
 from memopt.patches.loss.lazy import LazyLogits
+from memopt.patches.loss.losses import loss_at_once, losses_by_blocks
 from memopt.patches.loss.operations import handles, is_last
 from memopt.patches.loss.plain import Plain, is_plain
 from memopt.patches.loss.rows import LOGIT_BYTES, by_rows, is_on_gpu
@@ -108,12 +107,8 @@ def _before_the_loss(source: Source) -> Source:
 
 
 def _by_rows(source: Source, target: Tensor, arguments: LossArguments) -> Tensor:
-    """The loss of each row, not reduced: (rows,) in fp32, or fp64 for fp64 logits; 0 where the target is ignored.
-
-    Args:
-        source: what the logits (rows, V) are computed from.
-        target: (rows,) int64, or probabilities (rows, V).
-    """
+    """The loss of each row of logits (rows, V), not reduced: (rows,) in fp32, or fp64 for fp64 logits; 0 where the
+    target is ignored. `target` is int64 (rows,), or probabilities (rows, V)."""
 
     def finish(y: Tensor, t: Tensor) -> tuple[Tensor]:
         if t.is_floating_point():

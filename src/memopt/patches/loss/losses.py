@@ -1,14 +1,25 @@
-"""The losses of a plain linear's rows by blocks of its columns: a part of the vocabulary for all rows at a time.
+"""Cross-entropy of a plain linear, by chunks of rows or by blocks of columns.
+
+Chunks of rows: the forward also computes the gradients, in three products, or two for a frozen W.
+
+    y = x_chunk W^T + b,  z = ops(y)         loss += sum of the chunk's losses,  dz over z
+    dx_chunk = dy W,  dW += dy^T x_chunk,  db += sum over rows of dy             saves dx, dW and db, and no x
+
+The loss must be one number: backward then only scales the gradients. On a GPU one kernel reads z for both loss and dz.
+The gradient of W is summed in fp32 at least, or in W's own dtype on a GPU if there are at most `SUMMED` chunks.
+
+Blocks of columns, a part of the vocabulary for all rows at a time, in four products:
 
     z = ops(x W_block^T + b_block)         elementwise, so that a block needs its own columns only
     forward     statistics of each row, block after block;  saves x and the statistics
     backward    z again, dz from the statistics;  dx += dz W_block,  dW_block = dz^T x,  db_block = sum over rows of dz
 
-This takes four products, `at_once.py` three. It needs memory only for one block, dx in fp32 and the gradients.
+They need memory only for one block, dx in fp32 and the gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,12 +50,73 @@ from memopt.patches.loss.source import run
 from memopt.torch_compat import without_foreign_hooks
 
 
-def losses_by_blocks(plain: Plain, target: Tensor) -> Tensor:
-    """The losses of all rows, not reduced: (rows,) in fp32, or fp64 for fp64 logits; 0 where the target is ignored.
+def loss_at_once(plain: Plain, target: Tensor, factor: Tensor) -> Tensor:
+    """`factor` (one element: 1 for a sum, 1 / divisor for a mean) times the sum of the losses of all rows, in fp32, or
+    fp64 for fp64 logits. `target` is int64 (rows,)."""
+    plain.source.check()
+    x, weight, *others = plain.tensors
+    # One autograd node for each tensor, W's last: its backward runs first and frees W's gradient before the others run.
+    tensors = (x, *others, weight)
+    with torch.no_grad(), autocast_as(None, plain.source.x):
+        loss, gradients = _computed(plain, target, factor, tensors)
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if tensor is not None and gradient is not None:
+            loss = _WithGradient.apply(loss, tensor, gradient.to(tensor.dtype))
+    return loss
 
-    Args:
-        target: (rows,) int64.
-    """
+
+class _WithGradient(DirectFunction):
+    """Returns the loss; its backward gives one more tensor a gradient that is already computed, times dloss."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.data  # not a view: a user's program may add to the loss in place
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        (gradient,) = ctx.saved_tensors
+        return dloss, gradient * dloss, None
+
+
+def _computed(
+    plain: Plain, target: Tensor, factor: Tensor, tensors: Sequence[Tensor | None]
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """The loss, and the gradient of each of `tensors` that needs one."""
+    x, *_, weight = tensors
+    assert x is not None
+    assert weight is not None
+    arguments, every = plain.arguments, slice(0, plain.source.width)
+    needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
+    in_range(target, arguments.ignore_index, every.stop)
+    rows, matrix = plain.rows(x), plain.matrix(weight, every)
+    statistics = fresh_statistics(rows)
+    factors = row_factors(target, factor.to(statistics.dtype).expand(len(rows)), arguments, every.stop)
+    options: Any = {"weight": arguments.weight, "smoothed": bool(arguments.label_smoothing)}
+    empty = torch.empty_like if len(rows) else torch.zeros_like
+    dx = empty(rows) if needed[0] else None
+    dweight = empty(weight, dtype=plain.sum_dtype(weight)) if needed[-1] else None
+    sums = sums_of(tensors[1:-1], needed[1:-1])
+    for part in plain.chunks(rows):
+        write = partial(statistics_, statistics=statistics[part], target=target[part], factors=factors[part], **options)
+        dy = plain.gradient(rows[part], matrix, tensors[1], every, write, sums[1:])
+        if dx is not None:
+            torch.mm(dy, matrix, out=dx[part])
+        if dweight is not None:
+            add_product_(plain.into(dweight, every), dy.t(), rows[part], first=not part.start)
+        if sums[0] is not None:
+            sums[0][every] += dy.sum(0, dtype=sums[0].dtype)
+        del dy  # before the next chunk's is computed
+    if dweight is not None:
+        plain.into(dweight, slice(every.stop, None)).zero_()  # columns that an operation left out
+    losses, _ = row_losses(statistics, target, arguments, every.stop)
+    return losses.sum() * factor, (dx, *sums, dweight)
+
+
+def losses_by_blocks(plain: Plain, target: Tensor) -> Tensor:
+    """The losses of all rows, not reduced: (rows,) in fp32, or fp64 for fp64 logits; 0 where the target (int64,
+    (rows,)) is ignored."""
     plain.source.check()
     losses: Tensor = _BlocksFunction.apply(plain, target, plain.arguments.weight, *plain.tensors)
     return losses
