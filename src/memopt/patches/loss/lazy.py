@@ -25,15 +25,17 @@ from torch.utils.hooks import RemovableHandle
 from memopt.environment.partitioned import fetch_before
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
 from memopt.patches.loss.checkpointed import Around
-from memopt.patches.loss.graphs import AdoptFunction, RevealFunction, state_of
 from memopt.patches.loss.kept import note_backward, wait
 from memopt.patches.loss.memory import (
     FACTORIES,
     METADATA,
     WANT_GRADIENTS,
+    AdoptFunction,
     Memory,
+    RevealFunction,
     empty,
     shares_memory,
+    state_of,
     waits_for_a_moment,
     writes,
 )
@@ -265,12 +267,9 @@ def stand_for(
     step: Callable[[Tensor], Tensor] | None = None,
     form: Tensor | None = None,
 ) -> Any:
-    """A tensor for logits that are computed from `source`, or by `step` from the logits `parent`.
-
-    Args:
-        form: as `LazyLogits.form`; a view of the form of `parent` if the logits are a view of `parent`. None: the
-            logits are a copy with the layout of `parent`.
-    """
+    """A tensor for logits that are computed from `source`, or by `step` from the logits `parent`. `form` is as
+    `LazyLogits.form`: a view of the form of `parent` if the logits are a view of it; None for a copy with the layout of
+    `parent`."""
     is_view = parent is not None and form is not None and shares_memory(parent.form, form)
     if form is None and parent is not None and parent.form.is_contiguous() and not parent.form.storage_offset():
         form = parent.form
@@ -316,10 +315,8 @@ def _make_of(logits: LazyLogits, parent: LazyLogits, step: Callable[[Tensor], Te
 
 
 class _StandingFunction(DirectFunction):
-    """The autograd node of uncomputed logits, with edges to the head's input, weights and the operations' tensors.
-
-    Its backward runs where a gradient reaches the logits without passing `value`, e.g. from a user's function.
-    """
+    """The autograd node of uncomputed logits, with edges to the head's input, weights and the operations' tensors. Its
+    backward runs where a gradient reaches the logits without passing `value`, e.g. from a user's function."""
 
     @staticmethod
     def forward(ctx: Any, source: Source, form: Tensor, x: Tensor, *tensors: Tensor) -> Any:

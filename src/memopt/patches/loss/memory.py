@@ -1,4 +1,5 @@
-"""The memory of uncomputed logits: which logits are views of it, and how it is filled; and kinds of functions."""
+"""The memory of uncomputed logits: which logits are views of it, and how it is filled; kinds of functions; and the
+graph of the true logits."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memopt.kernels.base.autograd import DirectFunction
 from memopt.patches.loss.source import Source
 from memopt.torch_compat import no_dispatch, storage_id
 
@@ -18,10 +20,8 @@ if TYPE_CHECKING:
 
 
 class Memory:
-    """Memory that logits and all their views share, before it is allocated.
-
-    A view without a graph holds this object instead of the logits with a graph, so that it keeps no graph alive.
-    """
+    """Memory that logits and all their views share, before it is allocated. A view without a graph holds this object
+    instead of the logits with a graph, so that it keeps no graph alive."""
 
     def __init__(self, owner: LazyLogits) -> None:
         self.owner = weakref.ref(owner)
@@ -102,3 +102,38 @@ def writes(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function of PyTorch changes a tensor in place, by its name and arguments."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or "out" in kwargs
+
+
+class RevealFunction(DirectFunction):
+    """The value of logits that a foreign autograd node made; backward passes the gradient on to that node."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy, None
+
+
+class AdoptFunction(DirectFunction):
+    """Gives a tensor the graph of another tensor with the same value, as an operation in place does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        ctx.is_view = type(tensor) is Tensor and tensor._is_view()
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # Zeros for a view: autograd takes None for a part of a tensor as None for the whole tensor.
+        return torch.zeros_like(dy) if ctx.is_view else None, dy
+
+
+def state_of(value: Tensor) -> tuple[Any, ...]:
+    """The graph and the version of a tensor, which a change in place changes."""
+    try:
+        return value.requires_grad, value.grad_fn, value._version
+    except RuntimeError:  # one of several views of one function; autograd refuses it after a change in place
+        return False, None, value._version
