@@ -20,7 +20,7 @@ import memopt
 from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, encode
 from memopt.kernels.derivative_codes.function import CodableFunction
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
-from memopt.patches.activation.slot import save_as_code
+from memopt.patches.activation.module import save_as_code
 from memopt.plan.recipe import load_recipe
 from memopt.saved import RecomputeScope
 from memopt.saved.kept import APPLY

@@ -3,7 +3,7 @@
     forward   h = f(z), exact          backward   dz = level(code(z)) * dh
 
 The codes are those of `memopt.kernels.derivative_codes.codes`. `coded_activation` saves the code in forward;
-`CodableFunction` saves z in a slot that may replace it by the code (`memopt.patches.activation.slot`), and
+`CodableFunction` saves z in a slot that may replace it by the code (`memopt.patches.activation.module`), and
 differentiates exactly while it has z. `MaskableReluFunction` saves h in such a slot, as a stock ReLU does, or its mask,
 which is exact.
 """
@@ -31,16 +31,8 @@ class CodeSlot(Protocol):
 
 
 def coded_activation(z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
-    """function(z), saving code(z) only: z.numel() * bits / 8 bytes and a flag for every 1,024 elements.
-
-    Args:
-        z: any shape, floating point.
-        function: elementwise, without parameters and without randomness.
-        code: of the derivative of `function`.
-
-    Returns:
-        The value of function(z), with its shape and dtype.
-    """
+    """function(z), with its shape and dtype, saving code(z) only: z.numel() * bits / 8 bytes and a flag for every 1,024
+    elements. `code` is of the derivative of `function`, which is elementwise, without parameters and randomness."""
     h: Tensor = CodedFunction.apply(z, function, code)  # type: ignore[no-untyped-call]
     return h
 

@@ -1,14 +1,19 @@
 """Activation modules that save only their input: activations of several operations, and activations whose output the
-next linear recomputes."""
+next linear recomputes.
+
+If nothing saves the output (the linear behind it is frozen and has no adapter, or saves a sample of rows), backward
+needs only the derivative, and a code of it may replace the input when the scope's module returns. A ReLU saves its
+output, which the next linear may save as well; if it does not, one bit an element may replace it, exactly.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +23,20 @@ from memopt.kernels.base.device import runs_triton
 from memopt.kernels.derivative_codes.codes import code_of, derivative_code, encode
 from memopt.kernels.derivative_codes.function import CodableFunction, MaskableReluFunction, coded_activation
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
-from memopt.patches.activation.rules import ActivationRules
-from memopt.patches.activation.slot import save_as_code
 from memopt.patches.reads import observed_reads
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
-from memopt.recompute.specs import keep_producer
+from memopt.recompute.specs import Recomputed, keep_producer, recomputed_of
 from memopt.recompute.versions import with_witness
-from memopt.saved.scope import recomputes
+from memopt.saved.scope import in_a_scope, new_slot, recomputes, saving_by
+from memopt.saved.slots import Compressible, Packing, Slot, tensor_of
 from memopt.saved.whole import kept_whole
 from memopt.torch_compat import storage_id, storage_use_count, tensor_uses
 from memopt.torch_compat.activations import ACTIVATIONS, SMOOTH
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
+
+if TYPE_CHECKING:
+    from memopt.patches.activation.patch import ActivationRules
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,8 @@ class ActivationRewrite:
 def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationRules | None = None) -> None:
     """Make `module` save only its input (its linear's output, if it has one). It must be elementwise.
 
-    Args:
-        rules: name the code that is saved instead, if any. With rules, a module that saves its output saves a mask.
-
-    Raises:
-        ValueError: the module cannot be swapped, or its derivative has no such code.
+    `rules` name the code that is saved instead, if any; with them, a module that saves its output saves a mask. Raises
+    a ValueError if the module cannot be swapped, or its derivative has no such code.
     """
     rewrite = ActivationRewrite(site.kind, site.operations == 1, site.saves_its_output, site.in_place, site.linear)
     if rules is not None and site.saves_its_output:
@@ -151,3 +155,56 @@ def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode
         lambda slot: CodableFunction.apply(z, function, code, slot),  # type: ignore[no-untyped-call]
         lambda kept: encode(kept, code),
     )
+
+
+def save_as_code(
+    apply: Callable[[Codable | None], Tensor], encode: Callable[[Tensor], Tensor], *, of_output: bool = False
+) -> Tensor | None:
+    """Output of an activation whose input may be replaced by a code when the innermost scope's module returns; None if
+    no scope is active, and then nothing was run.
+
+    Args:
+        apply: runs an autograd function that saves only its input (with `of_output`, its output) and takes the slot.
+        encode: computes the code, one tensor, of the saved tensor.
+    """
+    if not in_a_scope():
+        return None
+    slot = new_slot(lambda packing: Codable(encode, packing, of_output=of_output))
+    if slot is None:
+        return apply(None)
+    with saving_by(slot.pack):
+        output = apply(slot)
+    if output.grad_fn is not None:
+        slot.read_through(recomputed_of(output.grad_fn))
+    return output
+
+
+class Codable(Slot):
+    """The slot of one activation's input or output. `pack` is a saved-tensor hook for the call that saves it."""
+
+    __slots__ = ("_encode", "_of_output", "_packing", "_recomputed", "is_coded")
+
+    def __init__(self, encode: Callable[[Tensor], Tensor], packing: Packing, *, of_output: bool = False) -> None:
+        super().__init__()
+        self._encode, self._packing, self._of_output = encode, packing, of_output
+        self._recomputed: Recomputed | None = None
+        self.is_coded = False
+        """Whether `unpack` returns the code."""
+
+    def pack(self, tensor: Tensor) -> Codable:
+        self.packed, holder = self._packing.shortest(tensor)
+        # A leaf belongs to other code, and is held itself if it is trained. A saved output is detached, so a leaf too.
+        if holder is not None and (self._of_output or not tensor.is_leaf):
+            self.held = Compressible(self.packed, holder, tensor)
+        return self
+
+    def read_through(self, recomputed: Recomputed) -> None:
+        """Set `recomputed`, which counts the readers of the output that is recomputed from the tensor."""
+        self._recomputed = recomputed
+
+    def gives_way(self) -> bool:
+        return self._recomputed is not None and not self._recomputed.readers
+
+    def exchange(self, together: Sequence[Slot]) -> None:
+        self.packed = self._packing.keep(self._encode(tensor_of(self)))
+        self.is_coded = True

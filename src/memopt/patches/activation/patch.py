@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from memopt.patches.activation.rules import ActivationRules
-from memopt.patches.base import EXCLUDED, LEFT, OFF, InScopes, Live, Patch, PlanView, RecipeView, Rows
+from memopt.patches.base import EXCLUDED, LEFT, OFF, Effect, InScopes, Live, Patch, PlanView, RecipeView, Rows, Rules
 from memopt.patches.capabilities import Checks, Output, Saves, Trial
 from memopt.recompute.rules import ELEMENTWISE
 from memopt.walk.sites import ActivationSite, Sites, is_inside, parent
@@ -17,6 +16,34 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memopt.patches.checks import Check
+
+
+#: Codes of an activation's derivative, as in `memopt.kernels.derivative_codes.codes`.
+CodeScheme = Literal["none", "published", "2bit", "3bit", "4bit", "8bit"]
+
+
+class ActivationRules(Rules):
+    """How activations are rewritten."""
+
+    key = "activations"
+
+    method: Literal["recompute", "none"] = "recompute"
+    """Whether backward recomputes the outputs of activations instead of reading saved ones."""
+    code: CodeScheme = "none"
+    """Save a code of the derivative, with so many bits an element, instead of the input. This is approximate."""
+    where: Literal["needed", "all"] = "needed"
+    """``needed``: save a code only if nothing saves the output; otherwise recomputing saves as much and is exact."""
+    relu: Literal["none", "mask"] = "none"
+    """``mask``: a ReLU saves one bit an element if nothing else saves its output. This is exact."""
+
+    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "relu": {"output": OFF},
+        "code": {"4bit-stochastic": "4bit", "8bit-stochastic": "8bit"},
+    }
+
+    @property
+    def effect(self) -> Effect:
+        return "exact" if self.code == OFF else "approximate"
 
 
 _BEHIND_BATCH_NORM = "its output is recomputed where it reads a batch norm's, which is recomputed too"
