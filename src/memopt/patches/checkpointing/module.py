@@ -8,29 +8,34 @@ the Trainer) are stored, and hold once the block is unpatched. A block without t
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from memopt.patches.checkpointing.caches import READS_CACHE, reads_cache, without_caches
 from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention, compiled_contexts
 from memopt.patches.checkpointing.offload import InputsOfThreads
 from memopt.patches.checkpointing.state import BlockState, RunsTwice
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.scope import ScopeRewrite, run_scoped
-from memopt.patches.swap import states_in, steps_aside, swap_forward, with_attributes, wraps_any_forward
+from memopt.patches.swap import original_class, states_in, steps_aside, swap_forward, with_attributes, wraps_any_forward
 from memopt.torch_compat import is_checkpointed_region
 
 _NOT_OFFLOADED = "checkpointing.offload is off: inputs of checkpointed blocks stay on the device"
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _STAYS: AbstractContextManager[Any] = nullcontext()
+#: Arguments that transformers switches off in a checkpointed layer, if they are passed by keyword.
+_NAMES = ("past_key_values", "layer_past", "use_cache")
+#: Attribute of transformers layers that read a cache and never write it; releases without the name ignore it.
+READS_CACHE = "_can_checkpoint_with_cache"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -78,13 +83,9 @@ def patch_block(
     keeps_attention: bool = False,
     room: int = 0,
 ) -> None:
-    """Let `block` be checkpointed or not, whatever the model's own switch is; `inputs` keeps its input.
-
-    `keeps_attention` and `room` are as in :class:`BlockRewrite`.
-
-    Raises:
-        ValueError: the block cannot be swapped, or a second run would change the statistics of a batch norm.
-    """
+    """Let `block` be checkpointed or not, whatever the model's own switch is; the other arguments are as in
+    :class:`BlockRewrite`. Raises a ValueError if the block cannot be swapped, or a second run would change the
+    statistics of a batch norm."""
     if is_checkpointed and any(isinstance(m, _BATCH_NORMS) and m.track_running_stats for m in block.modules()):
         raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
     rewrite = BlockRewrite(scope, is_checkpointed, inputs, keeps_attention, room)
@@ -155,3 +156,48 @@ def _wrapped(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Module
     if not module.training or not torch.is_grad_enabled():
         return run(*args)
     return rewrite.run_again(module, run, *args)
+
+
+def without_caches(
+    block: nn.Module, function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """`function`, a forward of `block`, and its arguments without caches; None if a cache holds states to read. Both
+    runs of a checkpointed block would write their states into a cache."""
+    keywords: dict[str, Any] = getattr(function, "keywords", {})
+    names = (*_names(original_class(block).forward), *[""] * len(args))  # arguments in `*args` have no names
+    given = [*keywords.items(), *zip(names, args, strict=False)]
+    if reads_cache(block) or not any(value is not None and _is_cache(name, value) for name, value in given):
+        return function, args
+    places = {place for place in (getattr(each, "layer_idx", None) for each in block.modules()) if place is not None}
+    if any(_is_cache(name, value) and _holds_states(value, places) for name, value in given):
+        return None
+    values = [value if not _is_cache(name, value) else False if value is True else None for name, value in given]
+    function = functools.partial(function, **dict(zip(keywords, values, strict=False)))
+    return function, tuple(values[len(keywords) :])
+
+
+def reads_cache(block: nn.Module) -> bool:
+    """Whether transformers marks `block` as reading a cache and never writing it."""
+    return bool(vars(block).get(READS_CACHE, getattr(original_class(block), READS_CACHE, False)))
+
+
+def _is_cache(name: str, value: Any) -> bool:
+    return name in _NAMES or isinstance(value, Cache)
+
+
+def _holds_states(cache: Any, places: set[int]) -> bool:
+    """Whether `cache` holds a tensor for the layers with the indices `places`; for any layer if `places` is empty."""
+    if isinstance(cache, Tensor):
+        return cache.numel() > 1  # the cache of a sliding window has its length as a tensor of one element
+    if isinstance(cache, (list, tuple)):
+        return any(_holds_states(each, places) for each in cache)
+    parts = [part for part in getattr(cache, "__dict__", {}).values() if isinstance(part, (Tensor, list, Cache))]
+    if isinstance(cache, Cache) and places:
+        parts = [[part[i] for i in places if i < len(part)] if isinstance(part, list) else part for part in parts]
+    return _holds_states(parts, places)
+
+
+@functools.cache
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the arguments of a block's forward, without the block itself."""
+    return tuple(inspect.signature(forward).parameters)[1:]
