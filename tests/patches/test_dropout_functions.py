@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.patches.dropout import functions
-from memopt.patches.dropout.attention import seeded_attention
+from memopt.patches.dropout.functions import seeded_attention
 from memopt.patches.functions import patch_functions
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
