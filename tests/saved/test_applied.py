@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt.saved import RecomputeScope, kept
-from memopt.saved.applied import may_apply
+from memopt.saved.kept import may_apply
 from memopt.saved.scope import packing_unseen
 from tests.saved.builders import WritesIntoWhatItKept
 
