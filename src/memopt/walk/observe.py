@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from memopt.walk.calls.arguments.request import inner_model
 from memopt.walk.calls.batch import Batch, check_names, does_not_run, placed
 from memopt.walk.calls.processed import has_processor, processed_batches
 from memopt.walk.calls.twin import build_driven_twin
-from memopt.walk.flow.blocks import find_blocks
 from memopt.walk.flow.linear_inputs import InputUse
 from memopt.walk.flow.watch import Observed, observe
 from memopt.walk.folds.twin_proofs import with_proofs
@@ -274,3 +273,45 @@ def _notes(observed: Observed, norms: Sequence[NormSite], unknown: Sequence[str]
     if unknown and observed.calls:
         yield f"what else saves the inputs of {len(unknown)} linears is not known (no training forward with gradients \
 reached them), for example {unknown[0]}"
+
+
+def find_blocks(
+    model: nn.Module, norms: Collection[str], linears: Collection[str], visited: Iterable[str]
+) -> tuple[str, ...]:
+    """Names of the blocks in the order in which they first ran (`visited`); blocks that never ran come last.
+
+    Blocks are the children of a list in which each child holds one of `norms` and one of `linears` (in a model without
+    norms: two linears). Of nested lists with children of one type, the innermost counts. A list with children of
+    several types counts if no list of one type is above or inside it; of nested mixed lists, the outermost counts.
+    """
+    lists = list(_lists(model, norms, linears))
+    uniform = [(name, children) for name, children, one_type in lists if one_type]
+    uniform = [(name, children) for name, children in uniform if not any(_inside(other, name) for other, _ in uniform)]
+    mixed = [
+        (name, children)
+        for name, children, one_type in lists
+        if not one_type and not any(_inside(other, name) or _inside(name, other) for other, _ in uniform)
+    ]
+    mixed = [(name, children) for name, children in mixed if not any(_inside(name, other) for other, _ in mixed)]
+    blocks = [child for _, children in uniform + mixed for child in children]
+    order = {name: position for position, name in enumerate(visited)}
+    return tuple(sorted(dict.fromkeys(blocks), key=lambda name: order.get(name, len(order))))
+
+
+def _lists(model: nn.Module, norms: Collection[str], linears: Collection[str]) -> Iterator[tuple[str, list[str], bool]]:
+    """(name, names of children, whether these have one type) of every list whose children all look like blocks."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+        few_norms, few_linears = (1, 1) if norms else (0, 2)
+        if children and all(_count(norms, c) >= few_norms and _count(linears, c) >= few_linears for c in children):
+            yield name, children, len({type(child) for child in module.children()}) == 1
+
+
+def _count(names: Collection[str], ancestor: str) -> int:
+    return sum(_inside(name, ancestor) for name in names)
+
+
+def _inside(name: str, ancestor: str) -> bool:
+    return name.startswith(ancestor + ".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from memopt.walk.flow.blocks import find_blocks
+from memopt.walk.observe import find_blocks
 
 
 class Layer(nn.Module):
