@@ -83,8 +83,9 @@ def test_layer_norm_folds_into_every_layout_pass_and_block_sizes_do_not_matter(
     axes = {"c": 0, "e": 2, "k": 1}
     consumers = tuple(Consumer(f"{n}.weight", n, axis=a, bias=f"{n}.bias", scale=0.3) for n, a in axes.items())
     norm = rms_norm(0, kind="layer", weight="n.weight", bias="n.bias", offset=1, consumers=consumers)
-    monkeypatch.setattr(shards, "_BLOCK", 200)
-    out = write_checkpoint(open_source(str(model)), plan_of([norm]), tmp_path / "out").out
+    with monkeypatch.context() as patched:
+        patched.setattr(shards, "BLOCK", 200)
+        out = write_checkpoint(open_source(str(model)), plan_of([norm]), tmp_path / "out").out
     monkeypatch.setattr(recompute, "_SCALE_BLOCK", 77)
     monkeypatch.setattr(recompute, "_SUM_BLOCK", 99)
     assert by_id(verify_weights(out), "pass") >= {"weights.fold", "weights.unchanged", "weights.range"}

@@ -7,9 +7,12 @@ read for the digest in the manifest, so a copy inside the OS kernel would save n
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import cycle
 from math import prod
 from pathlib import Path
 
@@ -17,7 +20,6 @@ import numpy as np
 
 from memopt.checkpoint import arithmetic
 from memopt.checkpoint.arithmetic import Bits, Floats, Pair, RangeChanges
-from memopt.checkpoint.digests import BLOCK, Digests
 from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
 from memopt.checkpoint.manifest import FileRecord
 from memopt.checkpoint.sources.base import Shard
@@ -25,7 +27,9 @@ from memopt.checkpoint.sources.header import TensorInfo
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.tiles import tiles, view3
 
-_BLOCK = BLOCK
+#: Bytes at a time: large enough for threads and calls to cost nothing, small enough for the cache.
+BLOCK = 4 << 20
+_DEPTH = 3
 _WRITE_BACK = 32 << 20
 _FICLONE = 0x40049409  # <linux/fs.h>
 Advance = Callable[[int], None]
@@ -45,21 +49,16 @@ class WrittenShard:
 def write_shard(
     source: CheckpointSource, shard: Shard, operations: Mapping[str, Operation], path: Path, advance: Advance
 ) -> WrittenShard:
-    """Write `shard` of `source` to `path` with `operations` applied.
+    """Write `shard` of `source` to `path` with the `operations` on its tensors applied.
 
-    Args:
-        operations: tensor name -> operation; other names than the shard's are ignored.
-        advance: called with the number of bytes written since the last call; may raise to stop.
-
-    Raises:
-        ModelError: the source cannot be read.
-        OSError: the file cannot be written.
+    `advance` gets the number of bytes written since the last call, and may raise to stop. Raises a ModelError if the
+    source cannot be read, and an OSError if the file cannot be written.
     """
     changes: dict[str, RangeChanges] = {}
     as_is = source.weights.copies_as_is
     with open(path, "xb", buffering=0) as file:
         cloned = as_is and _clone(shard, file.fileno())
-        with Digests(_BLOCK) as digests:
+        with Digests() as digests:
             stream = _Stream(file.fileno(), cloned, digests, advance)
             stream.put(memoryview(shard.header.raw))
             for info in _spans(shard, operations, merge=as_is):
@@ -79,8 +78,8 @@ def restore(source: CheckpointSource, shard: Shard, names: frozenset[str], path:
     wanted = [info for name, info in shard.header.tensors.items() if name in names]
     with open(path, "r+b", buffering=0) as file:
         for info in wanted:
-            for start in range(0, info.nbytes, _BLOCK):
-                block = source.read_range(info.name, start, min(start + _BLOCK, info.nbytes))
+            for start in range(0, info.nbytes, BLOCK):
+                block = source.read_range(info.name, start, min(start + BLOCK, info.nbytes))
                 write_at(file.fileno(), memoryview(block), info.offset + start)
         os.fsync(file.fileno())
     return bool(wanted)
@@ -144,8 +143,8 @@ def _spans(shard: Shard, operations: Mapping[str, Operation], *, merge: bool) ->
 def _copy(source: CheckpointSource, info: TensorInfo, stream: _Stream, after: Bits | None = None) -> None:
     """Append a tensor, unchanged or with the content `after`."""
     content = None if after is None else as_bytes(after)
-    for start in range(0, info.nbytes, _BLOCK):
-        before, _ = stream.buffers(min(_BLOCK, info.nbytes - start))
+    for start in range(0, info.nbytes, BLOCK):
+        before, _ = stream.buffers(min(BLOCK, info.nbytes - start))
         source.weights.read_into(before, info, start)
         stream.put(before, None if content is None else content[start : start + len(before)])
 
@@ -230,7 +229,49 @@ def pieces(info: TensorInfo, axis: int) -> Iterator[tuple[tuple[slice, slice, sl
     shape = view3(info.shape, axis)
     itemsize = info.nbytes // max(prod(shape), 1)
     start = 0
-    for piece in tiles(shape, _BLOCK // max(itemsize, 1)):
+    for piece in tiles(shape, BLOCK // max(itemsize, 1)):
         count = prod(part.stop - part.start for part in piece) * itemsize
         yield piece, start, count
         start += count
+
+
+class Digests:
+    """SHA-256 of two streams, computed on threads of its own; only one digest as long as both streams are equal."""
+
+    def __init__(self) -> None:
+        self._first = hashlib.sha256()
+        self._second: hashlib._Hash | None = None
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="memopt-sha256") for _ in range(2)]
+        slots: list[tuple[bytearray, bytearray, list[Future[None]]]] = [
+            (bytearray(BLOCK), bytearray(BLOCK), []) for _ in range(_DEPTH)
+        ]
+        self._slots = cycle(slots)
+        self._pending = slots[-1][2]
+
+    def __enter__(self) -> Digests:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+    def buffers(self, count: int) -> tuple[memoryview, memoryview]:
+        """A buffer of `count` bytes for the next block of each stream; its old content has been hashed."""
+        first, second, self._pending = next(self._slots)
+        while self._pending:
+            self._pending.pop().result()
+        return memoryview(first)[:count], memoryview(second)[:count]
+
+    def update(self, first: memoryview, second: memoryview | None = None) -> None:
+        """Append a block to each stream; None: equal to `first`. Blocks must not change until they are hashed."""
+        if second is not None and self._second is None:
+            self._second = self._threads[0].submit(self._first.copy).result()
+        self._pending.append(self._threads[0].submit(self._first.update, first))
+        if self._second is not None:
+            self._pending.append(self._threads[1].submit(self._second.update, first if second is None else second))
+
+    def hex(self) -> tuple[str, str]:
+        """The digests; nothing can be appended afterwards."""
+        for thread in self._threads:
+            thread.shutdown()
+        return self._first.hexdigest(), (self._second or self._first).hexdigest()
