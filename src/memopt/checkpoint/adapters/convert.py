@@ -21,12 +21,10 @@ import numpy as np
 
 from memopt.checkpoint import arithmetic
 from memopt.checkpoint.adapters.folder import Adapter, Part, pattern_value
-from memopt.checkpoint.adapters.refusals import COLUMNS, refuse
-from memopt.checkpoint.adapters.sides import Reader, Sides
+from memopt.checkpoint.adapters.sides import COLUMNS, Reader, Sides, refuse
 from memopt.checkpoint.arithmetic import Bits, Floats
-from memopt.checkpoint.digests import BLOCK
 from memopt.checkpoint.fold import Fold, Scale, Shift
-from memopt.checkpoint.shards import as_bytes, blocks, read_floats
+from memopt.checkpoint.shards import BLOCK, as_bytes, blocks, read_floats
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.errors import first_of
 
@@ -47,14 +45,11 @@ class Converted:
 
 
 def convert(adapter: Adapter, base: CheckpointSource, folds: tuple[Fold, ...], *, back: bool) -> Converted:
-    """The adapter of the model `base` as one of that model with `folds`; with `back`, the other way round.
+    """The adapter of the model `base` as one of that model with `folds`, by its tensor names; with `back`, the other
+    way round.
 
-    Args:
-        folds: the folds, with the tensor names of `base`, which is not folded.
-
-    Raises:
-        ModelError: the adapter has modules or shapes that the model lacks.
-        NegativeVerdict: the adapter has no exact form on the other side; the message names the module and the reason.
+    Raises a ModelError if the adapter has modules or shapes that the model lacks, and a NegativeVerdict that names the
+    module and the reason if it has no exact form on the other side.
     """
     return _Conversion(adapter, base, folds, back).run()
 
