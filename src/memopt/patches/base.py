@@ -12,6 +12,7 @@ the folder's other files, imported when the patch is applied or checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
@@ -39,6 +40,8 @@ OFF = "none"
 LEFT = "keep"
 #: The action of a site that is not rewritten, but whose input is recomputed: it saves no input of its own.
 READS = "read recomputed"
+#: In the place of a patch's name: modules that no patch rewrote and that only run in a scope.
+SCOPE = "scope"
 _WILDCARDS = frozenset("*?[")
 EXCLUDED = "excluded by the recipe's targets or ignore"
 
@@ -50,10 +53,8 @@ class Strict(BaseModel):
 
 
 class Rules(Strict):
-    """The settings of one patch in a recipe.
-
-    A patch may extend the rules of an earlier patch: a subclass of its rules class, under the same key, replaces it.
-    """
+    """The settings of one patch in a recipe. A patch may extend the rules of an earlier patch: a subclass of its rules
+    class, under the same key, replaces it."""
 
     key: ClassVar[str]
     """The recipe key that holds these rules."""
@@ -174,31 +175,45 @@ class PlanView(Protocol):
         """The plan in which `module`, as a site of `kind`, is not rewritten; its row then gives this `reason`."""
 
 
-class Live(Protocol):
+@dataclass
+class Live:
     """A model while a plan is applied to it."""
 
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def modules(self) -> Mapping[str, nn.Module]: ...
-    @property
-    def plan(self) -> PlanView: ...
-    @property
-    def folded(self) -> Collection[str]:
-        """Names of modules whose affine is already folded into other weights of the model."""
-
-    @property
-    def scopes(self) -> Mapping[str, ScopeRewrite]:
-        """Module name -> the scope in which the module will run."""
+    model: nn.Module
+    modules: Mapping[str, nn.Module]
+    plan: PlanView
+    folded: Collection[str]
+    """Names of modules whose affine is already folded into other weights of the model."""
+    scopes: Mapping[str, ScopeRewrite]
+    """Module name -> the scope in which the module will run."""
+    rewritten: dict[str, list[str]] = field(default_factory=dict)
+    """Patch, or :data:`SCOPE` -> names of the modules that it has rewritten so far."""
+    refused: list[tuple[str | None, str, str]] = field(default_factory=list)
+    """(patch, module, reason)"""
 
     def done(self, patch: str) -> Collection[str]:
         """Names of the modules that `patch` has rewritten so far."""
+        return self.rewritten.get(patch, ())
 
     def attempt(self, patch: str, name: str, rewrite: Callable[..., None], *arguments: Any, **options: Any) -> None:
         """Call `rewrite` on the module `name`; if it raises ValueError, note a refusal with the error's text."""
+        from memopt.environment.partitioned import gathered, offloads
 
-    def refuse(self, name: str, reason: str) -> None:
+        if offloads(self.modules[name]):
+            return self.refuse(
+                name, "accelerate loads its weights only for its own call, and they get no gradient", patch
+            )
+        try:
+            # A scope is not checked against parameter values, so the weights of its whole block stay partitioned.
+            with nullcontext() if patch == SCOPE else gathered(self.modules[name]):
+                rewrite(self.modules[name], *arguments, **options)
+            self.rewritten.setdefault(patch, []).append(name)
+        except ValueError as reason:
+            self.refuse(name, str(reason), patch)
+
+    def refuse(self, name: str, reason: str, patch: str | None = None) -> None:
         """Note that a part of the rewrite of module `name` could not be done."""
+        self.refused.append((patch, name, reason))
 
 
 @dataclass(frozen=True)
