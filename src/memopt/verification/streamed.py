@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from memopt.api import from_pretrained, load
 from memopt.checkpoint.sources.source import open_source
 from memopt.environment.generators import seed_cpu
-from memopt.errors import ModelError
 from memopt.patches.capabilities import Checks
 from memopt.patches.checks import Check, worst_of_each
 from memopt.patches.registry import having
@@ -247,30 +246,19 @@ class _Streamed(torch.autograd.Function):
 
 
 class Shelf:
-    """Loads a model like `from_pretrained`, except for the matrices of `blocks`, which stay on disk.
-
-    transformers converts the weights and their names, and accelerate records the place of each weight. The hooks with
-    which accelerate would load weights are removed, because patched modules run their stock forward under hooks.
-
-    Raises:
-        ModelError: accelerate is not installed.
-    """
+    """Loads a model like `from_pretrained`, except for the matrices of `blocks`, which stay on disk. transformers
+    converts the weights and their names, and accelerate records the place of each weight. The hooks with which
+    accelerate would load weights are removed, because patched modules run their stock forward under hooks."""
 
     def __init__(self, blocks: Sequence[str], folder: Path) -> None:
-        try:
-            from accelerate.hooks import remove_hook_from_submodules
-        except ImportError as error:
-            raise ModelError(
-                "This model does not fit into memory, and accelerate, which reads it block by block, is not installed.",
-                "Install it: pip install accelerate",
-            ) from error
-        self.blocks = tuple(blocks)
-        self._folder, self._remove_hooks = folder, remove_hook_from_submodules
+        self.blocks, self._folder = tuple(blocks), folder
         self._weights: dict[int, dict[str, Any]] = {}
         """id of a module -> name of a parameter -> accelerate's mapping that loads it."""
 
     def from_pretrained(self, source: str | Path, **keywords: Any) -> nn.Module:
         """The model, without hooks; weights of blocks with one dimension are in memory, the others on meta."""
+        from accelerate.hooks import remove_hook_from_submodules
+
         config = load_config(source, trust_remote_code=bool(keywords.get("trust_remote_code", False)))
         places = _places(build_meta(config), self.blocks)
         cls: Any = model_class(config)
@@ -278,7 +266,7 @@ class Shelf:
         for name in self.blocks:
             for module in model.get_submodule(name).modules():
                 self._note(module)
-        self._remove_hooks(model)
+        remove_hook_from_submodules(model)
         for module in model.modules():
             vars(module).pop("forward", None)  # the stock forward, which accelerate leaves on the instance
         return model
