@@ -14,8 +14,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from torch import nn
 
-from memopt.integrations.arguments import run_of_axolotl
-from memopt.integrations.once import Patching
+from memopt.integrations.once import Patching, run_of_axolotl
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE
 
 

@@ -15,8 +15,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 import memopt
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
-from memopt.integrations.arguments import run_of_axolotl
-from memopt.integrations.once import Patching
+from memopt.integrations.once import Patching, run_of_axolotl
 from memopt.patches.apply import is_patched
 from memopt.prediction.setup import Run, Setup
 from memopt.sampling import IndexedDataset

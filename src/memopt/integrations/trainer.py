@@ -12,8 +12,7 @@ from torch import nn
 
 from memopt.api import summary
 from memopt.errors import ModelError
-from memopt.integrations.arguments import run_of
-from memopt.integrations.once import Patching, logger
+from memopt.integrations.once import Patching, logger, run_of
 from memopt.integrations.release import release_gradients
 from memopt.patches.apply import is_patched
 from memopt.patches.record import warn_once
