@@ -112,11 +112,8 @@ class Checks:
         return ()
 
     def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterable[Check]:
-        """Checks of the patch's own modules among `modules`, which belong to a model in a wide dtype.
-
-        Args:
-            limit: the largest relative difference that rounding in that dtype explains.
-        """
+        """Checks of the patch's own modules among `modules`, of a model in a wide dtype. `limit` is the largest
+        relative difference that rounding in that dtype explains."""
         return ()
 
     def farthest(self, recipe: RecipeView) -> tuple[str, ...]:

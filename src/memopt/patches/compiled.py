@@ -35,12 +35,9 @@ _COPIES = (
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_being_compiled(off: str = "") -> bool:
-    """Called by a patched forward that torch.compile traces; always returns True.
-
-    Args:
-        off: text of a warning, given once: a clause about the difference between compiled code and eager mode, and
-            perhaps a remedy. Empty where compiled code saves as little as eager mode.
-    """
+    """Called by a patched forward that torch.compile traces; always returns True. `off` is the text of a warning, given
+    once: a clause about the difference between compiled code and eager mode, and perhaps a remedy. Empty: there is no
+    difference."""
     partition_traced_graph(keep_sums)
     if off:
         _warn_once(off)

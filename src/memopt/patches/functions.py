@@ -33,10 +33,8 @@ class FollowingMode(TorchFunctionMode):
 
 
 def may_follow(module: nn.Module) -> bool:
-    """Whether a :class:`FollowingMode` may be active in a call of `module`.
-
-    It may not if a hook inside may capture an intermediate result: gradients could then bypass that tensor.
-    """
+    """Whether a :class:`FollowingMode` may be active in a call of `module`: not if a hook inside may capture an
+    intermediate result, since gradients could then bypass that tensor."""
     if steps_aside() or (has_any_global_hook() and not is_observed()):
         return False
     return not any(any(module_hooks(child)) for child in module.modules() if child is not module)

@@ -38,10 +38,8 @@ class Reads:
 
     def __init__(self, values: Iterable[tuple[Any, ...]] = (), tensors: Iterable[list[Any]] = ()) -> None:
         """`values` are (owner, None for the module; its table or None; name; value; leaves of a value that may be
-        changed in place, else None). Owners may also be child modules, settings and classes.
-
-        `tensors` are [owner, name, copy of the value, `requires_grad`, tensor last seen with that value, its stamp].
-        """
+        changed in place, else None). Owners may also be child modules, settings and classes. `tensors` are [owner,
+        name, copy of the value, `requires_grad`, tensor last seen with that value, its stamp]."""
         self.values = [each if each[3:] else (*each, vars(each[0]).get(each[2], Missing), None) for each in values]
         self.tensors = list(tensors)
 

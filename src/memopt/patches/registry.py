@@ -53,11 +53,8 @@ def rows() -> dict[str, Rows]:
 
 
 def register(package: str) -> Patch:
-    """Add a patch from a folder of another project, e.g. ``"my_project.my_patch"``.
-
-    Raises:
-        ValueError: another patch has that name, or has rules under that recipe key which this one does not extend.
-    """
+    """Add a patch from a folder of another project, e.g. ``"my_project.my_patch"``. Raises a ValueError if another
+    patch has that name, or has rules under that recipe key which this one does not extend."""
     patch = _patch_of(package)
     for other in patches():
         if other.name == patch.name or _has_key_of(patch, other):

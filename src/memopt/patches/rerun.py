@@ -90,10 +90,8 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether an attribute is a tensor, a number, or a container of numbers, such as the scales of adapters.
-
-    A tensor with a gradient may be a result of the last call, whose graph it would keep alive.
-    """
+    """Whether an attribute is a tensor, a number, or a container of numbers, such as the scales of adapters. A tensor
+    with a gradient may be a result of the last call, whose graph it would keep alive."""
     if isinstance(value, Tensor):
         return not value.requires_grad
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else (value,)
@@ -126,11 +124,9 @@ class Held:
         self._own: set[int] = set()
 
     def settle(self) -> list[nn.Parameter]:
-        """Called after the forward. Returns the parameters that the forward itself changed, by their versions.
-
-        PEFT registers a parametrisation of a weight in each call (adapters of experts and routers). That counts as a
-        change in place, though no number changes. So :meth:`lent` does not look at versions of these parameters.
-        """
+        """Called after the forward. Returns the parameters that the forward itself changed, by their versions. PEFT
+        registers a parametrisation of a weight in each call (adapters of experts and routers). That counts as a change
+        in place, though no number changes. So :meth:`lent` does not look at versions of these parameters."""
         moved = (a != b for a, b in zip(versions_of(self._tensors), self.versions, strict=True))
         own = [each for each, has in zip(self._tensors, moved, strict=True) if has and isinstance(each, nn.Parameter)]
         self._own = set(map(id, own))
@@ -330,13 +326,9 @@ class Around:
 
     @contextmanager
     def again(self, x: Tensor, random: tuple[Tensor, ...], why: str) -> Iterator[None]:
-        """Inside, the conditions of that forward hold.
-
-        Args:
-            x: a tensor on the forward's device.
-            random: states of the generators before the forward; empty if it drew no random number.
-            why: as in :meth:`Held.lent`, which raises the errors.
-        """
+        """Inside, the conditions of that forward hold. `x` is a tensor on its device; `random` has the states of the
+        generators before it, and is empty if it drew no number. `why` is as in :meth:`Held.lent`, which raises the
+        errors."""
         lent = self.held.lent(self.module, why)
         with (
             autocast_as(self.autocast, x),

@@ -205,10 +205,8 @@ def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Modu
 
 @contextlib.contextmanager
 def running_scopes(model: nn.Module) -> Iterator[list[str]]:
-    """Inside, the names of the running modules of `model` with a scope, the innermost last, behind an empty name.
-
-    For checks of the tensors that are saved when a scope ends.
-    """
+    """Inside, the names of the running modules of `model` with a scope, the innermost last, behind an empty name. For
+    checks of the tensors that are saved when a scope ends."""
     running = [""]
 
     def enter(name: str, *call: Any) -> None:
@@ -257,11 +255,9 @@ def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:
 
 
 def _scoped_families(plan: PlanView, every: Sequence[InScopes], default: frozenset[str]) -> dict[str, frozenset[str]]:
-    """Module with a scope -> families of rules that hold inside it.
-
-    Scopes are the blocks in which something is rewritten and, outside of blocks, the modules that patches name in
-    `InScopes.outside`. Modules inside for which a patch excludes families get a narrower scope of their own.
-    """
+    """Module with a scope -> families of rules that hold inside it. Scopes are the blocks in which something is
+    rewritten and, outside of blocks, the modules that patches name in `InScopes.outside`. Modules inside for which a
+    patch excludes families get a narrower scope of their own."""
     blocks, rewritten = plan.sites.blocks, {entry.site for entry in plan.rewrites}
     scopes = {block: default for block in blocks if any(is_inside(name, block) for name in rewritten)}
     outside = (name for each in every for name in each.outside if name and not _is_in_any(name, blocks))

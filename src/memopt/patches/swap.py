@@ -173,14 +173,12 @@ def unswap(module: nn.Module) -> None:
 
 
 def steps_aside(*, off: str = "", without_gradients: bool = True) -> bool:
-    """Whether patched modules should run their stock forward: gradients are off, or a compiler or transform is active.
+    """Whether patched modules should run their stock forward: gradients are off (unless `without_gradients` is False),
+    or a compiler or transform is active.
 
-    Under a compiler, its partitioner chooses the saved tensors (`memopt.patches.compiled`). Function transforms
-    (`torch.func`), forward-mode derivatives and traces need stock operations.
-
-    Args:
-        off: as in `memopt.patches.compiled.is_being_compiled`.
-        without_gradients: whether they should also run it when gradients are off.
+    Under a compiler, its partitioner chooses the saved tensors; `off` is as in
+    `memopt.patches.compiled.is_being_compiled`. Function transforms (`torch.func`), forward-mode derivatives and traces
+    need stock operations.
     """
     return (
         (without_gradients and not is_grad_enabled())
@@ -210,11 +208,9 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, Tensor | None]:
-    """The parameters of `module`, with a weight and bias that stand in for parameters as plain attributes.
-
-    A replica of `nn.DataParallel` has them so, and FSDP1's modules in a forward that checkpointing repeats in backward.
-    Not a weight that a hook computes before each forward.
-    """
+    """The parameters of `module`, with a weight and bias that stand in for parameters as plain attributes: of a replica
+    of `nn.DataParallel`, or of FSDP1's modules in a forward that checkpointing repeats. Not a weight that a hook
+    computes before each forward."""
     if "weight" in module._parameters:
         return module._parameters
     own = vars(module)
@@ -250,10 +246,8 @@ def _layers(forward: Any) -> list[Any]:
 
 
 def shadowed(model: nn.Module) -> dict[str, list[str]]:
-    """:func:`replaced_by` -> names of the swapped modules of `model` whose forward it replaces.
-
-    Forwards of transformers' parallel plans are left out: they call the forward that the module had before, memopt's.
-    """
+    """:func:`replaced_by` -> names of the swapped modules of `model` whose forward it replaces. Forwards of
+    transformers' parallel plans are left out: they call the forward that the module had before, memopt's."""
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if not is_swapped(module) or is_parallel_forward(vars(module).get("forward")):

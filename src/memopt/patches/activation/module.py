@@ -60,11 +60,9 @@ class ActivationRewrite:
 
 
 def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationRules | None = None) -> None:
-    """Make `module` save only its input (its linear's output, if it has one). It must be elementwise.
-
-    `rules` name the code that is saved instead, if any; with them, a module that saves its output saves a mask. Raises
-    a ValueError if the module cannot be swapped, or its derivative has no such code.
-    """
+    """Make `module` save only its input (its linear's output, if it has one). It must be elementwise. `rules` name the
+    code that is saved instead, if any; with them, a module that saves its output saves a mask. Raises a ValueError if
+    the module cannot be swapped, or its derivative has no such code."""
     rewrite = ActivationRewrite(site.kind, site.operations == 1, site.saves_its_output, site.in_place, site.linear)
     if rules is not None and site.saves_its_output:
         rewrite = dataclasses.replace(rewrite, code=RELU_MASK)

@@ -56,13 +56,8 @@ class Waiting(Protocol):
 
 
 class KeptAttention(TorchDispatchMode):
-    """Context manager: stores the outputs of attention in the first forward inside, and returns them in the next one.
-
-    A third forward, for a second backward through a retained graph, computes them again.
-
-    Args:
-        store: keeps a tensor for backward; by default the tensor stays where it is.
-    """
+    """Context manager: stores the outputs of attention in the first forward inside (by `store`, if given), and returns
+    them in the next one. A third forward, for a second backward through a retained graph, computes them again."""
 
     supports_higher_order_operators = True
 

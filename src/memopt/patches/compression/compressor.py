@@ -38,11 +38,7 @@ Observer = Callable[[Tensor, tuple[Any, ...]], Callable[[Tensor], None]]
 
 class Compressor:
     """Collects the saved tensors of a scope; `settle` compresses them. Seeds are drawn from torch's default CPU
-    generator.
-
-    Args:
-        hidden: hidden states that the scope's module was given; the last dimension is the hidden size.
-    """
+    generator. `hidden` is the input of the scope's module; its last dimension is the hidden size."""
 
     observers: ClassVar[list[Observer]] = []
     """Called for each saved tensor whose storage was quantised."""
@@ -53,10 +49,8 @@ class Compressor:
         self._kept: list[weakref.ref[Compressible]] = []
 
     def saved(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool) -> Packed:
-        """The object to keep for `tensor`: `packed`, or a `Compressible` that may be compressed later.
-
-        With `needs_strides`, the function that saved it may rely on its strides; PyTorch's own operations never do.
-        """
+        """The object to keep for `tensor`: `packed`, or a `Compressible` that may be compressed later. With
+        `needs_strides`, the function that saved it may rely on its strides; PyTorch's own operations never do."""
         if not self._is_worth_it(tensor):
             return packed
         compressible = Compressible(packed, holder, tensor, needs_strides)

@@ -62,10 +62,7 @@ def _decide_output(site: LinearSite, plan: PlanView, producers: Collection[str])
 
 def output_levels(plan: PlanView) -> dict[str, list[str]]:
     """Block -> the modules whose output ``auto`` recomputes: up or fc1, then gate, then others (queries, keys, values).
-
-    The first n names of a list, given to ``linears.recompute``, are a level of its block. All of them save equally many
-    bytes for a FLOP, so larger ones come first.
-    """
+    The first n names are a level of its block. All save equally many bytes for a FLOP, so larger ones come first."""
     gates = {mlp.gate for mlp in plan.sites.gated_mlps if mlp.gate != mlp.up}
     readers = {activation.source for activation in plan.sites.activations} | {mlp.up for mlp in plan.sites.gated_mlps}
 

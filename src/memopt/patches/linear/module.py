@@ -48,14 +48,9 @@ class LinearRewrite:
 
 
 def patch_linear(module: nn.Module, *, fuses: bool = True) -> None:
-    """Let `module` save the tensors that its input is recomputed from, if the input has a spec.
-
-    Args:
-        fuses: as in :class:`LinearRewrite`.
-
-    Raises:
-        ValueError: the module cannot be swapped, or is not a linear of its own weight and bias.
-    """
+    """Let `module` save the tensors that its input is recomputed from, if the input has a spec; `fuses` is as in
+    :class:`LinearRewrite`. Raises a ValueError if the module cannot be swapped, or is not a linear of its own weight
+    and bias."""
     if not (is_linear(module) or is_linear(module, transposed=True)):
         raise ValueError("it is not a linear of its own weight and bias")
     has_bias = module._parameters.get("bias") is not None

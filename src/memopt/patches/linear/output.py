@@ -42,12 +42,8 @@ class OutputRewrite:
 
 
 def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
-    """Let readers of the output of `module` recompute it.
-
-    Args:
-        module: takes one tensor and returns one: a linear, perhaps with adapters.
-        input_is_saved: whether its input is saved even if its own weight is frozen.
-    """
+    """Let readers of the output of `module` (a linear, perhaps with adapters) recompute it. `input_is_saved` tells
+    whether its input is saved even if its own weight is frozen."""
     weight = module._parameters.get("weight")
     # Weights of integers are quantised: their linears cast as `F.linear` does.
     casts = weight is not None and (

@@ -73,9 +73,7 @@ class Around:
     @staticmethod
     def unseen() -> AbstractContextManager[object]:
         """Hides a read by chunks from selective checkpointing, which would save products that are overwritten in place.
-
-        Both runs compute them then.
-        """
+        Both runs compute them then."""
         return no_dispatch() if is_selectively_checkpointed() else nullcontext()
 
     @contextmanager

@@ -240,11 +240,9 @@ class LazyLogits(Tensor):
         return value
 
     def follow(self) -> None:
-        """Give this tensor and its value the same graph and version: C++ code reads the graph of this tensor.
-
-        If a user's autograd function marked this tensor dirty, the value adopts this tensor's graph. If an operation
-        changed the value in place, this tensor adopts the value's graph.
-        """
+        """Give this tensor and its value the same graph and version: C++ code reads the graph of this tensor. If a
+        user's autograd function marked this tensor dirty, the value adopts this tensor's graph. If an operation changed
+        the value in place, this tensor adopts the value's graph."""
         if self.value is None or self.follows:
             return
         own, seen = _own_state(self), state_of(self.value)

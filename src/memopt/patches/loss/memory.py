@@ -89,11 +89,9 @@ WANT_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad)
 
 
 def waits_for_a_moment(hook: Any) -> bool:
-    """Whether `hook` is a hook of FSDP2, DeepSpeed or Fabric that has to run when backward begins.
-
-    FSDP2's hook gathers weights. Fabric's checks that backward was called through it. DeepSpeed's counts the backward
-    pass and divides the gradient by the number of micro-batches; it may do so on the logits or on a result of them.
-    """
+    """Whether `hook` is a hook of FSDP2, DeepSpeed or Fabric that has to run when backward begins. FSDP2's hook gathers
+    weights. Fabric's checks that backward was called through it. DeepSpeed's counts the backward pass and divides the
+    gradient by the number of micro-batches; it may do so on the logits or on a result of them."""
     module = str(getattr(getattr(hook, "func", hook), "__module__", ""))
     return module.startswith(("torch.distributed.fsdp", "deepspeed.runtime", "lightning.fabric", "lightning_fabric"))
 

@@ -80,14 +80,8 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
 
 
 def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:
-    """Name of the module whose output is the logits: `linear`, or a module around it with trained adapters.
-
-    Args:
-        modules: all modules of the model, by name.
-        linear: name of the linear that multiplies with the head's weight.
-        around: names of modules that take the linear's input, outermost first.
-        width: width of that input.
-    """
+    """Name of the module whose output is the logits: `linear`, which multiplies with the head's weight, or a module
+    `around` it with trained adapters. Those take the linear's input, `width` wide, the outermost first."""
     inner = {id(parameter) for parameter in modules[linear].parameters()}
     for name in around:
         if not linear.startswith(f"{name}.") or name not in modules:
@@ -132,17 +126,9 @@ def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def look_at_heads(block: nn.Module, **options: Any) -> list[Place] | None:
-    """Patch heads that were replaced since the patch (by a resized vocabulary, say), and warn of other replaced heads.
-
-    Trainers may replace forwards as well: warn of :func:`replaced_forwards`.
-
-    Args:
-        block: a block of the running model.
-        options: `lean` and `room` of :func:`patch_head`.
-
-    Returns:
-        The places of the heads: a change there calls for another look. None where the model does not run (in backward).
-    """
+    """Patch heads that were replaced since the patch (by a resized vocabulary, say), and warn of other replaced heads
+    and of :func:`replaced_forwards`. `options` are `lean` and `room` of :func:`patch_head`. Returns the places of the
+    heads: a change there calls for another look; None where the model does not run (in backward)."""
     running = [block, *modules_that_run()]
     # Code around a model may call its parts: then the model is the one inside that has the block.
     around = (each for each in running[-1].modules() if is_recorded(each) and block in each.modules())
@@ -176,11 +162,8 @@ def remarks_on(model: nn.Module) -> Iterator[str]:
 
 
 def patch_that_contracts(module: nn.Module, inputs: int, classes: int, **options: Any) -> None:
-    """:func:`patch_head` of the module that multiplies with the head's weight, unless it may be a whole model.
-
-    Raises:
-        ValueError: the module has children and does more than map rows, or `patch_head` refuses it.
-    """
+    """:func:`patch_head` of the module that multiplies with the head's weight; a ValueError also if the module has
+    children and does more than map rows, so that it may be a whole model."""
     parameter = next(module.parameters(), None)
     is_layer = next(module.children(), None) is None
     if not (is_layer or parameter is None or _is_by_rows(module, inputs, parameter)):
@@ -246,21 +229,17 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
 
 
 def _is_large(rewrite: LossRewrite, x: Any) -> bool:
-    """Whether logits of a call without gradients take more memory than a loss by chunks may.
-
-    False where each sequence has one position: generation, which reads these logits at once, calls the stock head.
-    """
+    """Whether logits of a call without gradients take more memory than a loss by chunks may. False where each sequence
+    has one position: generation, which reads these logits at once, calls the stock head."""
     if type(x) is not Tensor or x.dim() < 2 or (x.dim() > 2 and x.shape[-2] == 1) or rewrite.lean:
         return False
     return not fits(x, rewrite.classes, rewrite.room)
 
 
 def _may_wait(rewrite: LossRewrite, module: nn.Module, x: Tensor) -> bool:
-    """Whether logits of a call without gradients can be computed later, with the stock head's result.
-
-    A head that is more than a linear may have switches (adapters) or draw random numbers. A CUDA graph under capture
-    has to contain the product. FSDP2 may reshard the weights at the end of the model's forward.
-    """
+    """Whether logits of a call without gradients can be computed later, with the stock head's result. A head that is
+    more than a linear may have switches (adapters) or draw random numbers. A CUDA graph under capture has to contain
+    the product. FSDP2 may reshard the weights at the end of the model's forward."""
     if rewrite.transposed is None or x.is_meta or is_replica(module) or is_partitioned(next(module.parameters())):
         return False
     if x.is_cuda and torch.cuda.is_current_stream_capturing():

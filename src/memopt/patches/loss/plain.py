@@ -57,11 +57,9 @@ class Plain:
 
     @property
     def is_at_once(self) -> bool:
-        """Whether the forward computes the gradients (`loss_at_once`), for a loss that is one number.
-
-        The :meth:`room` must suffice for a chunk of `ROWS` rows; for the fp32 sum of W's gradient, if it needs one; and
-        on a GPU for W's gradient itself, of which backward makes a scaled copy.
-        """
+        """Whether the forward computes the gradients (`loss_at_once`), for a loss that is one number. The :meth:`room`
+        must suffice for a chunk of `ROWS` rows; for the fp32 sum of W's gradient, if it needs one; and on a GPU for W's
+        gradient itself, of which backward makes a scaled copy."""
         x, weight = self.source.x, self.source.head.module._parameters["weight"]
         assert weight is not None
         dtype = self.source.head.autocast or x.dtype

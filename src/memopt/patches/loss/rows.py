@@ -67,9 +67,7 @@ def in_tiles(count: int) -> int:
 
 def product_rows(source: Source) -> int:
     """Rows of every product whose numbers the user gets (`Source.product_rows`); all rows of the call if fewer.
-
-    Products of different shapes may round differently. Products of one shape round a row alike, wherever it stands.
-    """
+    Products of different shapes may round differently. Products of one shape round a row alike, wherever it stands."""
     room = max(chunk_bytes(source.x), source.head.room)
     most = TILE if is_on_gpu(source.x) else TILE // 2
     return min(most, in_tiles(room // (LOGIT_BYTES * source.width)), max(1, source.x.shape[:-1].numel()))

@@ -92,17 +92,12 @@ def tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
 
 class Snapshot:
     """A few numbers of the tensors that a call of a head read. If they change, its logits can no longer be computed: an
-    error.
-
-    Version counters do not count a step of a fused optimizer, an exchange of weights through ``.data`` (averaged
-    weights) or a write to a tensor of inference mode.
-    """
+    error. Version counters do not count a step of a fused optimizer, an exchange of weights through ``.data`` (averaged
+    weights) or a write to a tensor of inference mode."""
 
     def __init__(self, tensors: Sequence[Tensor], *, is_late: bool) -> None:
         """`is_late` is true for a call without gradients; that of another call becomes true when its backward begins.
-
-        From then on a change is likely, and every read of the logits compares: that synchronises a GPU.
-        """
+        From then on a change is likely, and every read of the logits compares: that synchronises a GPU."""
         # Tensors of a trace have no numbers, and ZeRO-3 fetches those of its weights for a call alone.
         has_numbers = (type(each) in (Tensor, nn.Parameter) and not each.is_meta for each in tensors)
         self._tensors = tensors if all(has_numbers) and not any(map(is_partitioned, tensors)) else ()
@@ -225,11 +220,7 @@ class Source:
         return dataclasses.replace(self, x=(nothing := torch.empty(0)), versions=versions_of((nothing,)), family=[])
 
     def values(self, x: Tensor, rows: int = 0) -> Tensor:
-        """The logits of the rows `x`, (..., in).
-
-        Args:
-            rows: rows of the product; `x`, (n, in), are the first ones, zeros the rest. 0: rows of `x`.
-        """
+        """The logits of the rows `x`, (..., in). With `rows`, x is (n, in), and the product has zeros below it."""
         count = len(x)
         return run(
             self.operations,
@@ -237,10 +228,8 @@ class Source:
         )
 
     def in_call(self, function: Callable[[Source], T]) -> T:
-        """``function(self)`` where the head's weights are whole: inside a call of the head, if `head.gathers`.
-
-        The hooks by which ZeRO-3 gathers weights then get `x` as the head's input and the result as its output.
-        """
+        """``function(self)`` where the head's weights are whole: inside a call of the head, if `head.gathers`. The
+        hooks by which ZeRO-3 gathers weights then get `x` as the head's input and the result as its output."""
         if not self.head.gathers:
             return function(self)
         if self.losses:
@@ -282,13 +271,8 @@ class Source:
             tensor.register_hook(hook)
 
     def check(self, *, values: bool = False) -> None:
-        """
-        Args:
-            values: also compare numbers of the tensors that the call read, if that may synchronise a GPU.
-
-        Raises:
-            RuntimeError: a tensor from which the logits are computed was changed in place or replaced.
-        """
+        """Raises a RuntimeError if a tensor from which the logits are computed was changed in place or replaced. With
+        `values`, numbers of the tensors that the call read are compared too, if that may synchronise a GPU."""
         for operation in self.operations:
             if versions_of(operation.tensors) != operation.versions:
                 raise RuntimeError(
@@ -333,10 +317,8 @@ def versions_of(tensors: Iterable[Tensor]) -> Versions:
 
 
 def say_whole(head: nn.Module, why: str) -> None:
-    """Warn, once a reason, that logits of `head` are computed whole in a training step.
-
-    Not of a head with fewer classes than inputs (of a detector, a tagger): its logits are smaller than its input.
-    """
+    """Warn, once a reason, that logits of `head` are computed whole in a training step. Not of a head with fewer
+    classes than inputs (of a detector, a tagger): its logits are smaller than its input."""
     if why not in whole.setdefault(head, []):
         whole[head].append(why)
         state = swap_state(head) if is_swapped(head) else None

@@ -224,10 +224,8 @@ class _Draws:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Mean and its standard error of <draw, exact> / <exact, exact>: 1 for the exact gradient.
-
-        Noise spreads over all directions, and this is only one of them: a wrong scale shows after a few draws.
-        """
+        """Mean and its standard error of <draw, exact> / <exact, exact>: 1 for the exact gradient. Noise spreads over
+        all directions, and this is only one of them: a wrong scale shows after a few draws."""
         return statistics.fmean(self._scales), statistics.stdev(self._scales) / self.count**0.5
 
     @property

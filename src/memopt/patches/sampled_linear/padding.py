@@ -34,10 +34,8 @@ class _Seen:
 
 
 class PaddingWatch:
-    """Observations of the gradients of one model's linears at padding; linears have numbers.
-
-    A deepcopy or pickle lacks notes that were not settled yet.
-    """
+    """Observations of the gradients of one model's linears at padding; linears have numbers. A deepcopy or pickle lacks
+    notes that were not settled yet."""
 
     def __init__(self) -> None:
         self._linears: list[_Seen] = []
@@ -59,23 +57,16 @@ class PaddingWatch:
         return seen.quiet >= _ENOUGH and not seen.counted
 
     def note(self, linear: int, norms: Tensor, real: Tensor, left_out: bool) -> None:
-        """Note a gradient, without waiting for the device.
-
-        Args:
-            norms: (n,), the norms of the rows of the gradient of the linear's output.
-            real: bool (n,), false for padding.
-            left_out: whether a sample was drawn without padding.
-        """
+        """Note a gradient, without waiting for the device: `norms` (n,) of the rows of the gradient of the linear's
+        output, `real` (n,) false for padding, and whether a sample was drawn without padding."""
         if norms.is_meta or isinstance(norms, FakeTensor):
             return
         with self._lock:
             self._notes.append((linear, _verdict(norms, real), left_out))
 
     def settle(self) -> None:
-        """Evaluate all notes, with one transfer from each device.
-
-        Notes from a GPU are read in the next call: their transfer is done by then, so there is no wait for the device.
-        """
+        """Evaluate all notes, with one transfer from each device. Notes from a GPU are read in the next call: their
+        transfer is done by then, so there is no wait for the device."""
         with self._lock:
             notes, self._notes = self._notes, []
         arrived, self._coming = self._coming, []

@@ -66,10 +66,8 @@ def _fits(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def errors_found(model: nn.Module, samplings: Mapping[str, Sampling]) -> Iterator[list[LinearError]]:
-    """A list that is filled at exit with the error that sampling would make at each linear of `samplings`.
-
-    If a module runs more than once, its last backward counts.
-    """
+    """A list that is filled at exit with the error that sampling would make at each linear of `samplings`. If a module
+    runs more than once, its last backward counts."""
     found: dict[str, LinearError] = {}
 
     def ran(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:

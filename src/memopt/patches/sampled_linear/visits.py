@@ -167,13 +167,8 @@ class VisitRewrite:
 
 def patch_visits(model: nn.Module, visits: Visits, linears: Collection[nn.Module] = ()) -> None:
     """Let `model`, or the base model inside a PEFT model, note its calls in `visits`, and take a ``memopt_index``.
-
-    Args:
-        linears: the sampled linears.
-
-    Raises:
-        ValueError: neither the module nor its child that holds all `linears` can be swapped.
-    """
+    `linears` are the sampled ones. Raises a ValueError if neither the module nor its child that holds all of them can
+    be swapped."""
     entry = _entry(model)
     inner, refusals = _inner(entry, linears), []
     for module in (entry,) if inner is None else (entry, inner):
@@ -203,9 +198,7 @@ def visits_of(model: nn.Module) -> list[Visits]:
 
 def declare_index(model: nn.Module) -> None:
     """Add ``memopt_index`` to the signature of each forward that :func:`patch_visits` patched, if it is missing.
-
-    Trainers drop batch keys that the signature does not name. The class of an unpickled model lacks the name.
-    """
+    Trainers drop batch keys that the signature does not name. The class of an unpickled model lacks the name."""
     for _, module, _ in states_in(model, VisitRewrite):
         forward: Any = type(module).forward
         signature = inspect.signature(forward)
@@ -241,10 +234,8 @@ def _forward(stock: Callable[..., Any], rewrite: VisitRewrite, module: nn.Module
 
 
 def _masks(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Attention masks with one number for each token, among a forward's arguments: 0 for padding.
-
-    Float masks are left out: their numbers are added to scores and do not mark padding.
-    """
+    """Attention masks with one number for each token, 0 for padding, among a forward's arguments. Float masks are left
+    out: their numbers are added to scores and do not mark padding."""
     named = (*zip(_positional(forward), args, strict=False), *kwargs.items())
     return [
         value

@@ -25,10 +25,8 @@ _RESIDUAL: tuple[Literal[0, 1], ...] = (1, 0)
 
 
 def find(model: nn.Module, sites: Sites) -> tuple[SumNormSite, ...]:
-    """The parents of norms that compute norm(between(dense(hidden)) + residual).
-
-    Such a parent has the norm, one child with parameters, at most one without (a dropout), and no tensors of its own.
-    """
+    """The parents of norms that compute norm(between(dense(hidden)) + residual): each has the norm, one child with
+    parameters, at most one without (a dropout), and no tensors of its own."""
     return tuple(site for norm in sites.norms for site in _proved(model, norm))
 
 
@@ -71,11 +69,8 @@ def _dense_and_between(module: nn.Module, norm: str) -> tuple[str, str | None] |
 
 
 def _does(module: nn.Module, site: SumNormSite) -> bool:
-    """Whether the forward of `module`, with stand-ins for its children, computes the site's formula.
-
-    In fp64, value and gradients are compared in eval and in train mode, called by position and by name. In 16 bits, the
-    value is compared bit by bit.
-    """
+    """Whether the forward of `module`, with stand-ins for its children, computes the site's formula: value and
+    gradients in fp64, in eval and in train mode, called by position and by name; in 16 bits, the value bit by bit."""
     generator = torch.Generator().manual_seed(0)
     stand_ins: dict[str, nn.Module] = {
         site.dense: random_linear(_WIDTH, _WIDTH, generator),

@@ -82,13 +82,9 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 def numbers_by_row(module: nn.Module, width: int) -> int:
-    """Elements that the outputs of the products in `module` have for each row of its input; 0 if the module mixes rows,
-    leaves anything on itself, or its products have little more elements than its input and outputs.
-
-    Args:
-        module: on any device, meta too; a copy runs, on the CPU.
-        width: last dimension of its input.
-    """
+    """Elements that the outputs of the products in `module` have for each row of its input (..., width); 0 if the
+    module mixes rows, leaves anything on itself, or its products have little more elements than its input and outputs.
+    A copy of the module (on any device, meta too) runs, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         seed_cpu(0)
         try:
