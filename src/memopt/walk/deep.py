@@ -45,10 +45,7 @@ def find_deep_sites(model: nn.Module) -> Sites:
 
 class _Deepening:
     """Adds the sites of the blocks of `run` that were left out; a place is an index among the blocks that were walked.
-
-    Raises:
-        _UnlikeError: the sites of the two interior groups differ, or a site names a block far away.
-    """
+    Raises an _UnlikeError if the sites of the two interior groups differ, or a site names a block far away."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

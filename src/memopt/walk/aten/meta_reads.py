@@ -28,11 +28,8 @@ class MetaReads(TorchDispatchMode):
 
     A boolean ("is the whole mask set?") reads as True and a number as 1. ``nonzero`` returns every element, so that
     each expert of a mixture has tokens. An integer scalar that an operation returns is a 1 on the CPU, so that numbers
-    computed from it have values. An operation with inputs on both devices runs on meta.
-
-    Args:
-        keeps_values: integer tensors with values (the sizes of images, say) stay on the CPU when the forward moves them
-            to meta, so that numbers computed from them have values.
+    computed from it have values. An operation with inputs on both devices runs on meta. With `keeps_values`, integer
+    tensors with values (the sizes of images, say) stay on the CPU when the forward moves them to meta.
     """
 
     def __init__(self, *, keeps_values: bool = False) -> None:
@@ -87,11 +84,9 @@ def _to_meta(leaf: Any) -> Any:
 
 
 class MetaShapes:
-    """Runs operations; the output of a repeated operation on meta tensors comes from a cache.
-
-    Only operations that return one new tensor are cached: a view shares the storage of its input, and an in-place
-    operation returns its input. For use under ``torch.no_grad``.
-    """
+    """Runs operations; the output of a repeated operation on meta tensors comes from a cache. Only operations that
+    return one new tensor are cached: a view shares the storage of its input, and an in-place operation returns its
+    input. For use under ``torch.no_grad``."""
 
     def __init__(self) -> None:
         self._outputs: dict[Any, tuple[Any, ...]] = {}

@@ -42,13 +42,9 @@ _ROWS = 2
 
 
 def read_batch(path: str | Path) -> dict[str, Any]:
-    """The batch in a file of `torch.save` (no code in it is run) or of safetensors; tensors on the CPU.
-
-    Lists of numbers become tensors, as in a collator.
-
-    Raises:
-        InputsError: the file is missing, not readable, not a dict of arguments, or empty.
-    """
+    """The batch in a file of `torch.save` (no code in it is run) or of safetensors; tensors on the CPU. Lists of
+    numbers become tensors, as in a collator. Raises an InputsError if the file is missing, not readable, not a dict of
+    arguments, or empty."""
     path = user_path(path)
     if not path.is_file():
         raise InputsError(f"The file of inputs '{path}' does not exist.", _MAKE_IT)
@@ -100,10 +96,8 @@ def placed(batch: Batch, device: str | torch.device | None, dtype: torch.dtype |
 
 
 def describe(batch: Batch) -> dict[str, Any]:
-    """Shape and dtype of every tensor of `batch`, other values as they are: JSON-ready, see `from_description`.
-
-    Values of tensors are left out, since they are the user's data, except a few sizes that a forward may read.
-    """
+    """Shape and dtype of every tensor of `batch`, other values as they are: JSON-ready, see `from_description`. Values
+    of tensors are left out, since they are the user's data, except a few sizes that a forward may read."""
 
     def form(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -228,10 +222,8 @@ def fitting(batch: Batch, config: PreTrainedConfig, small: PreTrainedConfig) -> 
 
 def fitted(batch: Batch, config: PreTrainedConfig, small: PreTrainedConfig) -> dict[str, Any]:
     """`batch`, made for a model of `config`, changed for a model of `small`, one of the `shrunken` configs of `config`.
-
     A special token id (a placeholder for an image) becomes the corresponding id of `small`. An id outside of the small
-    vocabulary, or special in it, becomes an ordinary id, everywhere the same one.
-    """
+    vocabulary, or special in it, becomes an ordinary id, everywhere the same one."""
     moved = dict(_moved_ids(config, small))
     limit = min(_vocabularies(config, small), default=None)
     if limit is None:

@@ -87,14 +87,9 @@ def step_inputs(
     """Keyword arguments of a training forward of `size`: the first candidate that runs; if none runs, the likeliest.
 
     Integers are on the CPU and have values, floating tensors are on meta. Token ids come with a mask of ones, where the
-    forward takes one and runs with it.
-
-    Args:
-        model: in the mode of the step; on the meta device without `runs`.
-        runs: whether a forward runs with given arguments; by default, it is tried on the meta device.
-
-    Raises:
-        ModelError: the model has no transformers config, or no arguments of its forward are recognised.
+    forward takes one and runs with it. `model` is in the mode of the step, and on the meta device unless `runs` says
+    whether a forward runs with given arguments. Raises a ModelError if the model has no transformers config, or no
+    arguments of its forward are recognised.
     """
     first: dict[str, Any] | None = None
     for _, kwargs in candidates(model, "plain", 0, size=size):
@@ -116,10 +111,8 @@ def runs_there(model: nn.Module, given: dict[str, Any], run: Runner | None = Non
 
 
 def masked(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """`inputs` with a mask of ones for token ids that come without one, where the forward takes one.
-
-    Without a mask transformers reads the positions to look for packed sequences.
-    """
+    """`inputs` with a mask of ones for token ids that come without one, where the forward takes one: without a mask
+    transformers reads the positions to look for packed sequences."""
     names = forward_parameters(model)
     given = {mask: inputs[ids] for mask, ids in MASKS.items() if ids in inputs and mask in names}
     # Ids of several codebooks have one dimension more than the mask.
@@ -177,10 +170,8 @@ def _without_config(model: nn.Module, variants: Sequence[str], seed: int, run: R
 
 
 def first_to_run(model: nn.Module, tried: Iterable[Call], run: Runner | None = None) -> Calls:
-    """For each label the first of its calls that runs in both modes, or else in the mode that the model is in.
-
-    Calls of one label are alternatives.
-    """
+    """For each label the first of its calls, which are alternatives, that runs in both modes, or else in the mode that
+    the model is in."""
     by_label: dict[str, list[Call]] = {}
     for call in tried:
         by_label.setdefault(call.label, []).append(call)
@@ -204,11 +195,9 @@ def first_to_run(model: nn.Module, tried: Iterable[Call], run: Runner | None = N
 
 
 def training_targets(model: nn.Module, inputs: Mapping[str, Any], *, run: Runner | None = None) -> dict[str, Any]:
-    """Arguments with which the forward returns a loss for `inputs`, mostly ``labels``; ``{}`` where none are found.
-
-    The shape of the logits decides: a class for each token, row or pixel, or a number for each row of one logit. Losses
-    that read the lengths of sounds from a mask (Parakeet's CTC) get one of ones.
-    """
+    """Arguments with which the forward returns a loss for `inputs`, mostly ``labels``; ``{}`` where none are found. The
+    shape of the logits decides: a class for each token, row or pixel, or a number for each row of one logit. Losses
+    that read the lengths of sounds from a mask (Parakeet's CTC) get one of ones."""
     config, names = getattr(inner_model(model), "config", None), forward_parameters(model)
     problem_type = getattr(config, "problem_type", None)
     try:
@@ -283,10 +272,8 @@ def _unpadded(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
 def proposed(
     model: nn.Module, variants: Sequence[str], seed: int, *, part: str = "", method: str = ""
 ) -> Iterator[Call]:
-    """Calls to try, the likeliest first; a variant with the inputs of ``plain`` is left out.
-
-    With `part` or `method`, the calls are of that submodule or method of `model`.
-    """
+    """Calls to try, the likeliest first; a variant with the inputs of ``plain`` is left out. With `part` or `method`,
+    the calls are of that submodule or method of `model`."""
     module = model.get_submodule(part)
     device, dtype = _place(module)
     target = Call("", {}, part, method).target
@@ -339,10 +326,8 @@ def _error_of(model: nn.Module, call: Call, run: Runner | None, training: bool) 
 
 
 def run_once(model: nn.Module, call: Call, run: Runner | None = None, training: bool | None = None) -> Any:
-    """Output of `call` without gradients, in the given mode; the model is left as it was.
-
-    `run` executes the call, by default `unobserved`.
-    """
+    """Output of `call` without gradients, in the given mode, executed by `run` (default: `unobserved`); the model is
+    left as it was."""
     own = call.copied()
     has_values = any(_is_integral(value) for value in own.kwargs.values())
     with preserved(model), torch.no_grad(), MetaReads(keeps_values=has_values):

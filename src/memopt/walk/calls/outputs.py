@@ -33,11 +33,8 @@ def output_tensors(output: Any, key: str = "output", depth: int = _DEPTH) -> Ite
 
 
 def auxiliary_fields(output: Any) -> frozenset[str]:
-    """Secondary fields of a model's output, by the names that all models of transformers use.
-
-    Hidden states and outputs of inner models next to logits, and an encoder's outputs next to a decoder's. The hidden
-    states that a base model returns are not secondary.
-    """
+    """Secondary fields of a model's output, by the names that all models of transformers use: hidden states and outputs
+    of inner models next to logits, an encoder's outputs next to a decoder's; not the hidden states of a base model."""
     if not isinstance(output, Mapping):
         return frozenset()
     has_logits = any("logits" in str(field) for field in output)

@@ -35,11 +35,8 @@ _MOST_TRIES = 8
 
 
 def every_call(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, run: Runner | None = None) -> Calls:
-    """`runnable_calls`, then calls of the parts that none of these reached.
-
-    With `inputs`, only these are run: they show how the model is used, and no part is called. The errors include one
-    for each part that does not run at all.
-    """
+    """`runnable_calls`, then calls of the parts that none of these reached. With `inputs`, only these are run: they
+    show how the model is used, and no part is called. The errors include one for each part that does not run at all."""
     visits = _Visits(model)
     with RunningModules(model, entered=visits.enter):
         calls = runnable_calls(model, inputs, run=visits.during(run))
@@ -79,11 +76,8 @@ class _Visits:
         return watched
 
     def idle(self) -> set[str]:
-        """Modules with children and parameters of which nothing has run.
-
-        A leaf does not count: its parent may use the parameters without a call, as attention does with its output
-        projection.
-        """
+        """Modules with children and parameters of which nothing has run. A leaf does not count: its parent may use the
+        parameters without a call, as attention does with its output projection."""
         ran = {above for name in self.seen for above in ("", *ancestors(name), name)}
         return {
             name

@@ -12,12 +12,9 @@ from torch import nn
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore modes, settings and buffers of every module, and torch's CPU generator, on leaving.
-
-    A forward may write running statistics, grow rotary tables or lastingly shrink its windows to a small image.
-    Parameters are not copied: a forward without gradients does not change them. Attributes that a forward adds are not
-    removed: hooks that transformers installs on the first call read them.
-    """
+    """Restore modes, settings and buffers of every module, and torch's CPU generator, on leaving. A forward may write
+    running statistics, grow rotary tables or lastingly shrink its windows to a small image. Attributes that a forward
+    adds are not removed: hooks that transformers installs on the first call read them."""
     modules = list(model.modules())
     settings = [_settings(module) for module in modules]
     buffers = [_copy_buffers(module) for module in modules]

@@ -26,14 +26,9 @@ _VISIBLE_STD, _RAISED_STD = 0.05, 0.08
 
 
 def build_twin(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A small random model of the config's class on CPU, in eval mode; its layers have the names of the real model.
-
-    It is the first twin that runs with guessed inputs, or the first of all if none does. Every parameter is random. The
-    same seed gives the same twin; torch's global generator is left as it was.
-
-    Raises:
-        ModelError: no shrunken form of the config builds.
-    """
+    """A small random model of the config's class on CPU, in eval mode; its layers have the names of the real model. It
+    is the first twin that runs with guessed inputs, or the first of all if none does. The same seed gives the same
+    twin; torch's global generator is left as it was. Raises a ModelError if no shrunken form of the config builds."""
     first: PreTrainedModel | None = None
     for twin in random_twins(shrunken(config), seed, dtype):
         if runnable_calls(twin, variants=("plain",)):
@@ -45,12 +40,8 @@ def build_twin(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = 
 
 
 def build_driven_twin(config: PreTrainedConfig, inputs: Batch) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A twin (`build_twin`, fp64) that runs with `inputs`, a batch for `config`, and the batch that fits it.
-
-    Raises:
-        InputsError: no twin runs with them; the message has each error.
-        ModelError: no shrunken form of the config builds.
-    """
+    """A twin (`build_twin`, fp64) that runs with `inputs`, a batch for `config`, and the batch that fits it. Raises an
+    InputsError with each error if no twin runs with them, and a ModelError if no shrunken form of the config builds."""
     errors: list[str] = []
     for twin in random_twins(shrunken(config, sizes=False), 0, torch.float64):
         for batch in fitting(inputs, config, twin.config):
@@ -74,10 +65,8 @@ def random_twins(configs: Iterator[PreTrainedConfig], seed: int, dtype: torch.dt
 
 @torch.no_grad()
 def _randomise(model: nn.Module, generator: torch.Generator) -> None:
-    """Give every floating parameter values that affect the outputs, in place, so that ties and names remain.
-
-    New models hide wrong folds: norm weights are all 1, biases 0, LayerScale 1e-5, matrices as small as 0.02.
-    """
+    """Give every floating parameter values that affect the outputs, in place, so that ties and names remain. New models
+    hide wrong folds: norm weights are all 1, biases 0, LayerScale 1e-5, matrices as small as 0.02."""
     norm_like = {
         id(parameter): name.endswith("bias")
         for module in model.modules()

@@ -101,9 +101,7 @@ class Branches:
 
     def lengths(self, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> list[Call]:
         """Run calls of lengths at which comparisons of sizes have the other outcome, and return the calls that ran.
-
-        Without `inputs`, the inputs are guessed. In `inputs`, a size is a length if the model runs with another one.
-        """
+        Without `inputs`, the inputs are guessed. In `inputs`, a size is a length if the model runs with another one."""
         self.exploring = True
         if inputs is None:
 

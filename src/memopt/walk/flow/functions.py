@@ -32,12 +32,8 @@ class _FunctionCall(NamedTuple):
 
 
 class FunctionCalls:
-    """Records calls of the functions in the Python modules of a model's classes.
-
-    Args:
-        here: returns the name of the module that is running.
-        called: returns how many functions of PyTorch have been called so far.
-    """
+    """Records calls of the functions in the Python modules of a model's classes. `here` returns the name of the module
+    that is running, `called` how many functions of PyTorch have been called so far."""
 
     def __init__(self, model: nn.Module, here: Callable[[], str], called: Callable[[], int]) -> None:
         self._homes = homes(model)

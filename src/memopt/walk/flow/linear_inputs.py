@@ -249,11 +249,9 @@ class _Saved:
 def _output_of(
     reading: _Reading, saved: Mapping[int | None, _Saved], savers: Collection[str]
 ) -> tuple[str, tuple[str, ...]]:
-    """The module that computes a linear's output from its input alone, and the operations that save most of the output.
-
-    This is the linear's own module, or one around it that adds outputs of other linears to it (an adapter). `savers`
-    are the modules inside which operations other than linears save a tensor of the graph.
-    """
+    """The module that computes a linear's output from its input alone (its own, or one around it that adds an adapter's
+    output), and the operations that save most of the output. Inside `savers`, operations other than linears save a
+    tensor of the graph."""
     calls = reading.given_to[::-1]
     if not calls or calls[0].name != reading.runs_in:
         return "", ()

@@ -132,11 +132,9 @@ class Labels:
             self._see(name, call, here, parameters)
 
     def outputs(self, output: Any, *, of_the_model: bool = True) -> None:
-        """Find the linears that compute the logits in `output`, which a call returned.
-
-        Logits are the fields of a mapping named ``*logits`` and, in any output, tensors with a row for each token over
-        the vocabulary of the model's inputs. Logits of a part that was called alone (`of_the_model` False) rank last.
-        """
+        """Find the linears that compute the logits in `output`, which a call returned. Logits are the fields of a
+        mapping named ``*logits`` and, in any output, tensors with a row for each token over the vocabulary of the
+        model's inputs. Logits of a part that was called alone (`of_the_model` False) rank last."""
         if self.training:
             return
         named = output.items() if isinstance(output, Mapping) else ()

@@ -42,11 +42,9 @@ class Observed:
 def observe(
     model: nn.Module, inputs: Mapping[str, Any] | None = None, *, with_labels: bool, with_branches: bool = False
 ) -> Observed:
-    """Probe the modules of `model`, then observe every call that runs, in eval and in train mode.
-
-    With labels, forwards with gradients also record which operations save the linears' inputs. With branches, further
-    forwards take the branches on values and sizes that no call took; for sizes, calls of other lengths are added.
-    """
+    """Probe the modules of `model`, then observe every call that runs, in eval and in train mode. With labels, forwards
+    with gradients also record which operations save the linears' inputs. With branches, further forwards take the
+    branches on values and sizes that no call took; for sizes, calls of other lengths are added."""
     norms, lookalikes, activations = _probe_all(model)
     labels = Labels(model, activations) if with_labels else None
     on_meta = any(parameter.is_meta for parameter in model.parameters())

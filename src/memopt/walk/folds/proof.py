@@ -41,11 +41,9 @@ class Proof:
 def prove(
     model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call], *, ignoring: Collection[str] = ()
 ) -> Proof:
-    """Fold `norms` in `model` (fp64, eval), compare all outputs of two runs of every call, undo.
-
-    `ignoring` names fields of the model's own output that the folds may change. If other fields differ, each fold is
-    tried alone and the wrong folds are refused. If the remaining folds together still fail, all of them are refused.
-    """
+    """Fold `norms` in `model` (fp64, eval), compare all outputs of two runs of every call, undo. `ignoring` names
+    fields of the model's own output that the folds may change. If other fields differ, each fold is tried alone and the
+    wrong folds are refused. If the remaining folds together still fail, all of them are refused."""
     if not norms:
         return Proof(0.0, (), {})
     before = _run(model, calls, ignoring=ignoring)
@@ -149,11 +147,8 @@ def _visible(
     before: list[_Outputs],
     ignoring: Collection[str],
 ) -> list[NormSite]:
-    """Norms on which some output depends: nothing can be proved about the others.
-
-    The gradient of the outputs decides. Where it is too small or cannot be computed, a negative control decides: a
-    reset of the norm that leaves its consumers as they are must change an output.
-    """
+    """Norms on which some output depends: nothing can be proved about the others. The gradient of the outputs decides.
+    Where it is too small or cannot be computed, a reset of the norm alone must change an output."""
     sensitive = _sensitive(model, norms, calls, ignoring)
     return [
         norm

@@ -50,10 +50,8 @@ _Proved = tuple[float, tuple[str, ...]]
 def _proofs(
     config: PreTrainedConfig, inputs: Batch | None, known: Collection[_Fold]
 ) -> tuple[dict[_Fold, _Proved], dict[_Fold, str], tuple[str, ...]]:
-    """(proved folds, reasons for the others, notes), from guessed inputs and, if given, from `inputs`.
-
-    A fold is proved if one of the runs proves it and none refuses it. `known` are folds that the real model refuses.
-    """
+    """(proved folds, reasons for the others, notes), from guessed inputs and, if given, from `inputs`. A fold is proved
+    if one of the runs proves it and none refuses it. `known` are folds that the real model refuses."""
     found = [_twin_proofs(build_twin(config), known=known)]
     if inputs is not None:
         try:
@@ -71,11 +69,9 @@ def _proofs(
 
 
 def _denied(fold: _Fold, refused: Collection[_Fold], known: Collection[_Fold]) -> bool:
-    """Whether `refused` contains `fold`, or another fold of its norm that the real model does not refuse (`known`).
-
-    The last norm of a stack may be folded although the real model refuses the others, which feed a residual add. A
-    refusal that only the twin shows holds for all layers.
-    """
+    """Whether `refused` contains `fold`, or another fold of its norm that the real model does not refuse (`known`). The
+    last norm of a stack may be folded although the real model refuses the others, which feed a residual add. A refusal
+    that only the twin shows holds for all layers."""
     return any(other == fold or (other[0] == fold[0] and other not in known) for other in refused)
 
 
@@ -93,10 +89,8 @@ class _TwinProofs:
 
 
 def _twin_proofs(twin: nn.Module, inputs: Batch | None = None, *, known: Collection[_Fold]) -> _TwinProofs:
-    """Prove the legal folds on a small fp64 model, run with guessed inputs or with `inputs`, which fit it.
-
-    Folds with cautions are proved with the other proved folds applied, on all outputs but the ones that they change.
-    """
+    """Prove the legal folds on a small fp64 model, run with guessed inputs or with `inputs`, which fit it. Folds with
+    cautions are proved with the other proved folds applied, on all outputs but the ones that they change."""
     observed = observe(twin, inputs, with_labels=False, with_branches=True)
     if not observed.calls:
         return _TwinProofs(note=f"the small twin does not run ({observed.traces[-1][1]})")

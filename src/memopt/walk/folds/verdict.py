@@ -25,9 +25,7 @@ _NO_ARTICLE = ("another", "attention", "non-zero", "read of", "scatter into")
 
 def norm_sites(mode: ShadowMode, loss_head: str | None) -> tuple[NormSite, ...]:
     """Sites of the observed norms, with a verdict on each that ran; modules that a call rejects as a norm are left out.
-
-    `loss_head` is the weight that computes the logits, if there is one.
-    """
+    `loss_head` is the weight that computes the logits, if there is one."""
     readers: dict[str, list[_Weight]] = {}
     for parameter in mode.model.parameters():
         if any(use.kind == "contract" for use in mode.uses.get(id(parameter), ())):
@@ -139,11 +137,9 @@ class _Weight:
                 yield f"{self.name} is also used by {use.operation}{_inside(use.module)}"
 
     def _may_drop_bias(self, readers: list[_Weight]) -> bool:
-        """Whether the norm's bias may be dropped from this product, which has no bias to absorb it.
-
-        True of attention's keys: the same vector added to all keys changes no softmax. Proposed where another
-        projection of the same module has a bias; the proof decides.
-        """
+        """Whether the norm's bias may be dropped from this product, which has no bias to absorb it: true of attention's
+        keys, since one vector added to all keys changes no softmax. Proposed if another projection of the module has a
+        bias; the proof decides."""
         return self.biases == {None} and any(
             None not in reader.biases and parent(parent(reader.name)) == parent(parent(self.name)) for reader in readers
         )

@@ -45,12 +45,8 @@ def missing(implementation: str) -> tuple[str, ...]:
 
 
 def switch(model: PreTrainedModel, implementation: str) -> None:
-    """Let `model`, and the models inside it that support it, run this implementation of attention.
-
-    Raises:
-        ValueError: the class of `model` does not support it.
-        ImportError: its package is missing.
-    """
+    """Let `model`, and the models inside it that support it, run this implementation of attention. Raises a ValueError
+    if the class of `model` does not support it, and an ImportError if its package is missing."""
     if not _needs_none.get():
         model.set_attn_implementation(implementation)
         return

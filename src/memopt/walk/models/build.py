@@ -39,11 +39,8 @@ def instantiate(
     attn_implementation: str = "sdpa",
     experts_implementation: str = "eager",
 ) -> PreTrainedModel:
-    """A model of a copy of `config`, with initial values, without a cache, in training mode as torch builds it.
-
-    Raises:
-        ModelError: the class cannot be built from this config.
-    """
+    """A model of a copy of `config`, with initial values, without a cache, in training mode as torch builds it. Raises
+    a ModelError if the class cannot be built from this config."""
     cls = model_class(config)
     attempts = list(dict.fromkeys((attn_implementation, _FALLBACK_ATTENTION)))
     for attention in attempts:
@@ -113,13 +110,9 @@ def _config_dtype(config: PreTrainedConfig) -> torch.dtype:
 def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `config` in its real shape on the meta device: every name and shape, no memory, eval mode.
 
-    Only the buffers of `numbers_in` have values.
-
-    `dtype` defaults to the config's. Attention is SDPA, eager where the class refuses that.
-    Experts run as one batched product, because their eager loop branches on values, which meta tensors lack.
-
-    Raises:
-        ModelError: transformers has no class for the config, or the class cannot be built from it.
+    Only the buffers of `numbers_in` have values. `dtype` defaults to the config's. Attention is SDPA, eager where the
+    class refuses that. Experts run as one batched product, because their eager loop branches on values, which meta
+    tensors lack. Raises a ModelError if there is no class for the config, or it cannot be built from it.
     """
     with watched_build():
         model = instantiate(config, device="meta", dtype=dtype, experts_implementation="batched_mm")
@@ -170,10 +163,8 @@ class _QuantisedLinear(nn.Linear):
 
 
 def _is_quantised_linear(module: Any) -> bool:
-    """Whether `module` is a leaf with the sizes of a linear whose weight is codes, or a tensor that wraps codes.
-
-    False for a plain linear whose weight is another kind of tensor (sharded, or one that dequantises itself).
-    """
+    """Whether `module` is a leaf with the sizes of a linear whose weight is codes, or a tensor that wraps codes; not
+    one whose weight is another kind of tensor (sharded, or one that dequantises itself)."""
     sizes: list[Any] = [getattr(module, name, None) for name in ("in_features", "out_features")]
     if not all(isinstance(size, int) for size in sizes) or next(module.children(), None) is not None:
         return False

@@ -46,11 +46,8 @@ _HEADS = (
 def load_config(
     source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """Config of the model in the folder, or under the hub id, `source`.
-
-    Raises:
-        ModelError: the folder, file, id, revision or model type is missing, broken or not allowed; says which.
-    """
+    """Config of the model in the folder, or under the hub id, `source`. Raises a ModelError that says which: the
+    folder, file, id, revision or model type is missing, broken or not allowed."""
     folder = model_folder(source, revision)
     path = _config_on_hub(str(source), revision) if folder is None else _config_in_folder(folder)
     settings = _read(path, source)
@@ -100,14 +97,9 @@ def is_own_code(cls: type) -> bool:
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class named in ``config.architectures``, else the natural head class of the model type, else its base.
-
-    Code that the model carries is used only with the user's consent: `load_config` was given it, or the config's own
-    class is such code.
-
-    Raises:
-        ModelError: transformers has no model class for this config.
-    """
+    """The class named in ``config.architectures``, else the natural head class of the model type, else its base; a
+    ModelError if there is none. Code that the model carries is used only with the user's consent: `load_config` was
+    given it, or the config's own class is such code."""
     for candidate in model_classes(config):
         return candidate
     raise ModelError(
@@ -224,10 +216,8 @@ def _has_code(settings: dict[str, Any]) -> bool:
 
 
 def model_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
-    """Classes that take `config`: those it names, then those of its model type, heads first.
-
-    As in transformers, a class of the model's own code goes before the class that its Auto class has otherwise.
-    """
+    """Classes that take `config`: those it names, then those of its model type, heads first. As in transformers, a
+    class of the model's own code goes before the class that its Auto class has otherwise."""
     own = _own_code(config)
     meant = {key: reference for key, reference in own.items() if _is_meant(key, reference, config)}
     yield from _own_classes(config, meant)

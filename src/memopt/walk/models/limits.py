@@ -59,13 +59,9 @@ def _numbers(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def bounded_build(parts: int = MAX_PARTS, elements: int = MAX_ELEMENTS) -> Iterator[None]:
-    """Inside it, a model built in this thread has at most `parts` modules and parameters and `elements` elements.
-
-    Some constructors fill a vector in memory, whatever the device; it is as long as a part registered before it.
-
-    Raises:
-        ModelError: the model has more; raised from within the constructor of the model.
-    """
+    """Inside it, a model built in this thread has at most `parts` modules and parameters and `elements` elements; its
+    constructor raises a ModelError at more. Some constructors fill a vector in memory, whatever the device; it is as
+    long as a part registered before it."""
     thread = threading.get_ident()
     left, room = parts, elements
 
@@ -93,14 +89,9 @@ def bounded_build(parts: int = MAX_PARTS, elements: int = MAX_ELEMENTS) -> Itera
 
 @contextlib.contextmanager
 def watched_build() -> Iterator[None]:
-    """Inside it, this thread takes at most some seconds of CPU time, and the process some more memory.
-
-    A config can send a constructor into a loop over every pixel of an image. A second thread stops Python code; it
-    cannot stop a single call into C.
-
-    Raises:
-        ModelError: the build took more time or memory.
-    """
+    """Inside it, this thread takes at most some seconds of CPU time, and the process some more memory; else a
+    ModelError. A config can send a constructor into a loop over every pixel of an image. A second thread stops Python
+    code; it cannot stop a single call into C."""
     thread = threading.get_ident()
     clock, process = time.pthread_getcpuclockid(thread), psutil.Process()
     end, most = time.clock_gettime(clock) + _MAX_SECONDS, process.memory_info().rss + _MAX_BYTES

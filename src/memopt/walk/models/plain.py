@@ -23,11 +23,8 @@ _INHERITED = object()
 
 @contextlib.contextmanager
 def plain_functions(model: nn.Module, instead: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[None]:
-    """Inside, the classes of `model` and of its twins call plain functions in the place of kernels.
-
-    Args:
-        instead: kernel -> function to call in the place of its plain function, if the kernel's package is installed.
-    """
+    """Inside, the classes of `model` and of its twins call plain functions in the place of kernels. `instead` has
+    functions to call in the place of those plain functions, by kernel, if the kernel's package is installed."""
     others: list[tuple[ModuleType, str, Any]] = []
     for home in homes(model):
         for name, value, kernel, package in _kernels(home):

@@ -41,11 +41,9 @@ class ActivationProbe:
 
 
 def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationProbe | None:
-    """The nonlinearity that `module` computes; None when it is not elementwise or has large parameters.
-
-    A module with one child, a linear, counts if its output is an elementwise function of the linear's output and takes
-    more than one operation: a single operation saves the linear's output in any case.
-    """
+    """The nonlinearity that `module` computes; None when it is not elementwise or has large parameters. A module with
+    one child, a linear, counts if its output is an elementwise function of the linear's output and takes more than one
+    operation: a single operation saves the linear's output in any case."""
     linear = _only_linear(module)
     if linear is None and (next(module.children(), None) is not None or _channels(module) is None):
         return None

@@ -27,11 +27,9 @@ _FP16_TOLERANCE = 64 * torch.finfo(torch.float16).eps
 
 
 def with_form(model: nn.Module, site: GatedMLPSite) -> GatedMLPSite:
-    """`site` with its `form`, `act` and `between`, if the module's forward is the formula above and nothing else.
-
-    The module may have the linears, one activation and one child between the product and down (a dropout). With other
-    parameters, buffers or children, `form` stays None.
-    """
+    """`site` with its `form`, `act` and `between`, if the module's forward is the formula above and nothing else. It
+    may have the linears, one activation and one child between the product and down (a dropout); else `form` stays
+    None."""
     module = model.get_submodule(site.name)
     names = site.children
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -49,10 +47,8 @@ def with_form(model: nn.Module, site: GatedMLPSite) -> GatedMLPSite:
 
 @torch.no_grad()
 def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], form: GatedForm) -> bool:
-    """Whether `module`, with stand-ins for its linears, computes the formula of `form`.
-
-    Compared in fp64, in eval and in train mode, and in fp16, where a forward may cast or clamp intermediates.
-    """
+    """Whether `module`, with stand-ins for its linears, computes the formula of `form`: in fp64, in eval and in train
+    mode, and in fp16, where a forward may cast or clamp intermediates."""
     generator = torch.Generator().manual_seed(0)
     gate, up, down = names
     width = _INTERMEDIATE if form == "separate" else 2 * _INTERMEDIATE

@@ -159,10 +159,8 @@ def is_differentiated(call: Callable[[], Tensor | None], leaves: Sequence[Tensor
 
 
 def isolate(module: nn.Module) -> Isolated | None:
-    """A copy of `module` in eval mode with random parameters; None when it cannot be copied.
-
-    Buffers keep their values; those on meta become ones (the twin, which has real buffers, is probed as well).
-    """
+    """A copy of `module` in eval mode with random parameters; None when it cannot be copied. Buffers keep their values;
+    those on meta become ones (the twin, which has real buffers, is probed as well)."""
     try:
         alone = copy.deepcopy(module)
         on_meta = any(t.is_meta for t in (*alone.parameters(), *alone.buffers()))
@@ -189,10 +187,8 @@ def with_stand_ins(
     *,
     training: bool = False,
 ) -> nn.Module:
-    """A copy that runs the code of `module` on other children and parameters: same attributes, no hooks.
-
-    The copy is shallow, so it is cheap at any size, and the module itself is not changed.
-    """
+    """A copy that runs the code of `module` on other children and parameters: same attributes, no hooks. The copy is
+    shallow, so it is cheap at any size, and the module itself is not changed."""
     # A parametrised module refuses to be copied.
     alone = type(module).__new__(type(module)) if "parametrizations" in module._modules else copy.copy(module)
     alone.__dict__ = dict(vars(module)) | {
@@ -263,10 +259,8 @@ def run_on(
     training: bool,
     native: bool = False,
 ) -> Tensor | None:
-    """Result of `call` on a copy of `module` with stand-ins for children; in fp64 throughout unless `native`.
-
-    None where it raises, returns anything but one tensor, or leaves :class:`Traces` on the module.
-    """
+    """Result of `call` on a copy of `module` with stand-ins for children; in fp64 throughout unless `native`. None
+    where it raises, returns anything but one tensor, or leaves :class:`Traces` on the module."""
     # Hooks of the other children are the user's, who follows calls of the live model by them.
     others = {name: with_stand_ins(child, training=training) for name, child in module._modules.items() if child}
     alone = with_stand_ins(module, others | dict(stand_ins), training=training)

@@ -44,10 +44,8 @@ _OFFSETS: tuple[Literal[0, 1], ...] = (0, 1)
 
 @dataclass(frozen=True)
 class NormProbe:
-    """A norm: y = (offset + weight) * x_hat + bias, x_hat the normalised last dimension of its only tensor.
-
-    In the kinds without a formula, x_hat is any other function of the module's one or two tensors.
-    """
+    """A norm: y = (offset + weight) * x_hat + bias, x_hat the normalised last dimension of its only tensor. In the
+    kinds without a formula, x_hat is any other function of the module's one or two tensors."""
 
     kind: NormKind
     hidden_size: int | None
@@ -68,12 +66,8 @@ class NormProbe:
 
 
 def probe_norm(module: nn.Module, cache: dict[Any, Any] | None = None) -> NormProbe | str | None:
-    """The probe of `module` if it is a norm, a reason if it only looks like a norm, None if it does not.
-
-    Args:
-        module: a live module on any device, meta included; it is copied, never run.
-        cache: results by signature, so that the equal norms of a deep model are probed once.
-    """
+    """The probe of `module` (on any device; it is copied, never run) if it is a norm, a reason if it only looks like a
+    norm, None if it does not. `cache` has results by signature: the equal norms of a deep model are probed once."""
     slots = _affine_slots(module)
     if slots is None:
         return None
@@ -262,9 +256,7 @@ def _without_formula(
 
 def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
     """Whether autograd saves an intermediate as large as the output, so that recomputing the module frees bytes.
-
-    Measured with gradients for all inputs and parameters: with frozen parameters autograd may save less.
-    """
+    Measured with gradients for all inputs and parameters: with frozen parameters autograd may save less."""
     given = [tensor.float().requires_grad_() for tensor in inputs]
     own = {tensor.untyped_storage().data_ptr() for tensor in (*given, *copy.module.float().parameters())}
     kept: dict[int, int] = {}
@@ -304,10 +296,8 @@ def _fit(copy: Isolated, found: _Affine | None, width: int) -> tuple[NormKind, f
 def _with_machine_eps(
     copy: Isolated, found: _Affine | None, width: int, kind: NormKind, eps: float
 ) -> tuple[NormKind, float | None] | None:
-    """(family, eps); an eps of fp64's machine epsilon becomes None if the module's eps depends on the dtype.
-
-    Returns None for a rule that memopt's norms do not have, such as the machine epsilon of a 16-bit dtype.
-    """
+    """(family, eps); an eps of fp64's machine epsilon becomes None if the module's eps depends on the dtype. Returns
+    None for a rule that memopt's norms do not have, such as the machine epsilon of a 16-bit dtype."""
     if not math.isclose(eps, torch.finfo(torch.float64).eps):
         return kind, eps
     rules: tuple[float | None, ...] = (None, eps)

@@ -40,11 +40,9 @@ RULES: tuple[tuple[str, Callable[[Request], Forms]], ...] = (
 def candidates(
     model: nn.Module, variant: str, seed: int, method: str = "", size: Size | None = None
 ) -> Iterator[tuple[str, Kwargs]]:
-    """(``modality:detail``, kwargs) of every call of the model to try, the likeliest first.
-
-    Tensors are on CPU, floating ones in fp32. With `method`, the calls are calls of that method, first with the
-    arguments that it shares with the forward.
-    """
+    """(``modality:detail``, kwargs) of every call of the model to try, the likeliest first. Tensors are on CPU,
+    floating ones in fp32. With `method`, the calls are calls of that method, first with the arguments that it shares
+    with the forward."""
     if method:
         request = Request.of(model, variant, seed, method, size)
         for name, kwargs in candidates(model, variant, seed, size=size):

@@ -149,9 +149,7 @@ def foreign(model: nn.Module, variant: str, seed: int, run: Run) -> Forms:
 
 def _token_ids(it: Foreign, variant: str, seed: int) -> Forms:
     """Ids for every required argument of the forward, or for its first argument; then also for its targets, if any.
-
-    Forms with one detail are alternatives: rows of tokens, then tokens without a dimension for rows.
-    """
+    Forms with one detail are alternatives: rows of tokens, then tokens without a dimension for rows."""
     tables = [module.num_embeddings for module in it.model.modules() if isinstance(module, nn.Embedding)]
     length = _LENGTHS.get(variant)
     if not tables or not it.names or length is None:
@@ -234,10 +232,8 @@ class _Refused(BaseException):
 
 
 def fitted(model: nn.Module, given: Kwargs, run: Run) -> bool:
-    """Whether `model` runs with `given`; unknown widths in `given` are replaced by the widths that layers take.
-
-    A forward stops at the first layer that refuses a width. Concatenated pixels or arguments give a multiple of one.
-    """
+    """Whether `model` runs with `given`; unknown widths in it are replaced by the widths that layers take: a forward
+    stops at the first layer that refuses a width. Concatenated pixels or arguments give a multiple of one."""
     with ExitStack() as hooks:
         for module in model.modules():
             for dimension, width in _wanted(module):

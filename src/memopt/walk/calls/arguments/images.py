@@ -39,10 +39,8 @@ def image_alone(request: Request) -> Forms:
 
 
 def image_forms(request: Request, *, odd_size: bool = False) -> Forms:
-    """(detail, kwargs) of the ways to give a forward images; nothing where it takes none.
-
-    With `odd_size`, whole images of the odd variant have sides that no window divides.
-    """
+    """(detail, kwargs) of the ways to give a forward images; nothing where it takes none. With `odd_size`, whole images
+    of the odd variant have sides that no window divides."""
     values = request.first(*_IMAGES)
     if not values and {"hidden_states", "grid_thw"} <= set(request.names):
         values = "hidden_states"
@@ -184,10 +182,8 @@ def merge_of(request: Request) -> int:
 
 def _packed(request: Request, values: str, video: bool) -> Forms:
     """(detail, kwargs) for patches of images or videos in `values`; nothing if no argument has the patches' positions.
-
-    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3; in a step first of 16 x 16, or of the
-    side that the step gives.
-    """
+    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3; in a step of 16 x 16, or of the step's
+    side."""
     merged = request.whole(*_MERGES, "pooling_kernel_size", default=2)
     sizes = [(2 * merged, (3 if request.variant == "odd" else 2) * merged)]
     if request.step.side is not None:

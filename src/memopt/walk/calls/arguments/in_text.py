@@ -81,12 +81,7 @@ def _a_row_for_each_image(request: Request) -> Request:
 
 def _with_placeholders(request: Request, pixels: Kwargs, token: int, modality: str, features: int) -> Kwargs:
     """Text with `features` placeholders for each image, between the start and end tokens of an image, if there are any.
-
-    A step's number of tokens counts them, if it says how many images there are.
-
-    Raises:
-        ModelError: the images have more features than a row of the step has tokens.
-    """
+    A step's number of tokens counts them, if it says how many images there are: a ModelError if they are more."""
     opening, closing = (
         [value for value in [request.setting(f"{modality}_{end}", f"vision_{end}")] if isinstance(value, int)]
         for end in ("start_token_id", "end_token_id")

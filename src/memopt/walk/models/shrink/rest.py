@@ -47,9 +47,7 @@ _COEFFICIENT = re.compile(r"(width|depth)_(coefficient|mult(iplier)?)")
 
 def cut_rest(nodes: list[PreTrainedConfig], before: list[dict[str, Any]], links: dict[int, int]) -> None:
     """Shrink, in place, every field of `nodes` that still has its value of `before` and is recognised by its name.
-
-    `links` maps old widths to new ones across all nodes; widths decided here are added.
-    """
+    `links` maps old widths to new ones across all nodes; widths decided here are added."""
     pairs = list(zip(nodes, before, strict=True))
     for node, old in pairs:
         if not _cut_coefficients(node, old, links):
@@ -115,10 +113,8 @@ def _cut_coefficients(node: PreTrainedConfig, old: dict[str, Any], links: dict[i
 
 
 def _cut_width_lists(node: PreTrainedConfig, old: dict[str, Any], links: dict[int, int]) -> None:
-    """Divide the widths of stages by one power of two, as long as each remains a multiple of its heads and of 4.
-
-    A hidden size that equals the first stage's width stays equal to it.
-    """
+    """Divide the widths of stages by one power of two, as long as each remains a multiple of its heads and of 4. A
+    hidden size that equals the first stage's width stays equal to it."""
     lists = {
         name: list(value)
         for name, value in vars(node).items()

@@ -217,10 +217,8 @@ def fit_sections(sections: Sequence[int], total: int) -> list[int]:
 
 
 def fit_rotary(config: PreTrainedConfig, model: nn.Module) -> None:
-    """Write into `config` the sections that fit the tables of `model`, which was built from it.
-
-    If a config gives no sections, its class has default sections, which fit one head size only.
-    """
+    """Write into `config` the sections that fit the tables of `model`, which was built from it. If a config gives no
+    sections, its class has default sections, which fit one head size only."""
     built: Any = model.config
     nodes = {id(own): node for own, node in zip(config_nodes(built), config_nodes(config), strict=False)}
     for module in model.modules():
