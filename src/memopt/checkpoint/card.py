@@ -30,10 +30,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def patched_card(root: Path, manifest: Manifest) -> tuple[bytes | None, str]:
-    """(the card for the model in the folder `root`, a note for the user).
-
-    The card is None if the source's file is kept as it is, because it is no text that can be extended and restored.
-    """
+    """(the card for the model in the folder `root`, a note for the user). The card is None if the source's file is kept
+    as it is, because it is no text that can be extended and restored."""
     path = root / CARD
     if not path.exists():
         return f"{_OWN_CARD}{_additions(manifest)}---\n{_section(manifest)}".encode(), ""

@@ -21,15 +21,9 @@ from memopt.walk.models.plain import exchanged
 
 
 def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digests: bool) -> None:
-    """Compare the files of a patched folder, whose weights are safetensors, with its record.
-
-    Args:
-        config: config of the model to load, whose names and shapes the tensors must have; None if another class loads.
-        digests: compare the SHA-256 of every file with memopt.json as well.
-
-    Raises:
-        ModelError: a tensor, the list of folds or a file does not fit, or there are no digests to compare with.
-    """
+    """Compare the files of a patched folder, whose weights are safetensors, with its record, and with the names and
+    shapes of the model of `config` (None if another class loads them); with `digests`, also their SHA-256. Raises a
+    ModelError if a tensor, the list of folds or a file does not fit, or there are no digests to compare with."""
     manifest, source = record.manifest, open_source(str(record.folder))
     wrong: list[str] = []
     if manifest is not None:
@@ -63,12 +57,8 @@ def _changed(manifest: Manifest, source: CheckpointSource) -> list[str]:
 
 @contextmanager
 def affines_read(model: nn.Module, folder: Path, norms: Mapping[str, str]) -> Iterator[list[str]]:
-    """Inside, norms whose parameters are on meta have the weights and biases of the files; parameters that still exist
-    afterwards are on meta again. Yields the names of the norms that have values.
-
-    Args:
-        norms: module name -> its name in the files.
-    """
+    """Inside, norms (module name -> name in the files) whose parameters are on meta have the weights and biases of the
+    files; parameters that still exist afterwards are on meta again. Yields the names of the norms that have values."""
     modules = {name: model.get_submodule(name) for name in norms}
     empty = {name for name, module in modules.items() if any(tensor.is_meta for tensor in module.parameters())}
     source = open_source(str(folder)) if empty else None
@@ -99,10 +89,8 @@ def affines_read(model: nn.Module, folder: Path, norms: Mapping[str, str]) -> It
 
 def before_sharding(change: Callable[[nn.Module], object]) -> AbstractContextManager[None]:
     """Inside, `change` gets every model on meta that ``from_pretrained(distributed_config=...)`` is about to shard.
-
     Later is too late: a module that FSDP2 has sharded takes no other parameters, and each rank reads only its shards.
-    This has no effect if transformers has no ``maybe_distribute_model``.
-    """
+    This has no effect if transformers has no ``maybe_distribute_model``."""
     name = "maybe_distribute_model"
     inherited: Any = getattr(PreTrainedModel, name, None)
 

@@ -108,12 +108,8 @@ class FoldPlan:
         aliases: Mapping[str, tuple[str, ...]] | None = None,
         renamed: Mapping[str, str] | None = None,
     ) -> FoldPlan:
-        """Folds of `plan` on the files' `tensors`.
-
-        Args:
-            aliases: tensor -> others that share its storage.
-            renamed: parameter of the model -> its other name in the files.
-        """
+        """Folds of `plan` on the files' `tensors`. `aliases`: tensor -> others that share its storage; `renamed`:
+        parameter of the model -> its other name in the files."""
         norms = plan.folds()
         keys = map_names({name for norm in norms for name in _parameters(norm)}, tensors) | dict(renamed or {})
         owners = Counter(norm.weight for norm in plan.sites.norms)
@@ -175,11 +171,8 @@ class FoldPlan:
 
 
 def map_names(names: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
-    """Parameter name -> name in the files, for the parameters that the files have.
-
-    Names are equal, or differ by the base model's prefix, which checkpoints of a bare base model lack and
-    checkpoints of a model with a head have.
-    """
+    """Parameter name -> name in the files, for the parameters that the files have. Names are equal, or differ by the
+    base model's prefix, which checkpoints of a bare base model lack and checkpoints of a model with a head have."""
     names, keys = set(names), set(keys)
     found = {name: name for name in names & keys}
     missing = names - keys

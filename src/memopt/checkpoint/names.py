@@ -86,11 +86,9 @@ def check_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
 
 
 def with_renamed(source: CheckpointSource, model: PreTrainedModel) -> CheckpointSource:
-    """`source` with the names under which its files hold the parameters of `model`, which may be on meta.
-
-    Multimodal models and vision transformers are often stored under names of older releases. A parameter that a load
-    makes of several tensors, or of one by a computation, has no name in the files.
-    """
+    """`source` with the names under which its files hold the parameters of `model`, which may be on meta. Multimodal
+    models and vision transformers are often stored under names of older releases. A parameter that a load makes of
+    several tensors, or of one by a computation, has no name in the files."""
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -127,11 +125,8 @@ _BESIDE = (
 
 
 def compare_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
-    """The differences between the files of `source` and the model of `config`.
-
-    Raises:
-        ModelError: no model can be built from the config, or the tensors cannot be converted to its own.
-    """
+    """The differences between the files of `source` and the model of `config`. Raises a ModelError if no model can be
+    built from the config, or the tensors cannot be converted to its own."""
     cls = model_class(config)
     shapes = {name: info.shape for name, info in source.tensors.items()}
     model, found = _load(cls, config, shapes, source.model)

@@ -63,10 +63,8 @@ def folds_of(
 
 
 def named(source: CheckpointSource, trust_remote_code: bool) -> CheckpointSource:
-    """`source` with the names of its model's parameters; without them if its model cannot be built.
-
-    A model of its own code, which needs trust, is one that transformers renames nothing of.
-    """
+    """`source` with the names of its model's parameters; without them if its model cannot be built. A model of its own
+    code, which needs trust, is one that transformers renames nothing of."""
     with suppress(ModelError):
         return with_renamed(source, build_meta(load_config(source.root, trust_remote_code=trust_remote_code)))
     return source

@@ -95,12 +95,8 @@ def is_patched(folder: Path) -> bool:
 
 
 def patched_folder(folder: Path) -> PatchedFolder:
-    """The record of the patched folder.
-
-    Raises:
-        ModelError: `folder` is not a patched folder (an adapter with a memopt.json is not one), or its memopt.json is
-            damaged or, without a memopt.json, its key.
-    """
+    """The record of the patched folder. Raises a ModelError if `folder` is not patched (an adapter with a memopt.json
+    is not), or its memopt.json is damaged or, without a memopt.json, its key."""
     if not (folder / "config.json").is_file():
         refuse_adapter(folder)
     config = {} if (folder / MANIFEST).is_file() else _config(folder)

@@ -25,12 +25,9 @@ _MOVE = "Move that away first, or choose another --out."
 
 
 def check_target(out: Path, source: Path, *, force: bool | None) -> Path:
-    """The resolved target, if `source` may be rewritten into it.
-
-    Raises:
-        OutputError: `out` is or contains the source, lies inside it or inside the hub's cache, is a file, or is a
-            non-empty folder (with `force`: a folder that differs from what memopt wrote).
-    """
+    """The resolved target, if `source` may be rewritten into it. Raises an OutputError if `out` is or contains the
+    source, lies inside it or inside the hub's cache, is a file, or is a non-empty folder (with `force`: a folder that
+    differs from what memopt wrote)."""
     out, source = user_path(out).resolve(), source.resolve()
     for path in (out, source):
         try:
@@ -76,16 +73,11 @@ def restrict(path: Path, origin: Path) -> None:
 
 
 def files_to_replace(out: Path, force: bool | None, state: str, *, all_digests: bool) -> Files | None:
-    """The files of `out` that memopt wrote and that may be replaced; None if there are none.
+    """The files of `out` that memopt wrote and that may be replaced by `force` (None if the command has no --force);
+    None if there are none. With `all_digests` those of small files are not enough.
 
-    Args:
-        force: whether they may be replaced; None if the command has no --force.
-        state: words for a folder that is not empty, in the error message.
-        all_digests: compare the digests of all files, and not of small ones only.
-
-    Raises:
-        OutputError: the files may not be replaced, memopt did not write the folder, or a file in it is not in its
-            memopt.json or was changed.
+    Raises an OutputError, which names the `state` of the folder, if the files may not be replaced, memopt did not write
+    the folder, or a file in it is not in its memopt.json or was changed.
     """
     if not (out.is_dir() and any(out.iterdir())):
         return None

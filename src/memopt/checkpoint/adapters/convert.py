@@ -46,11 +46,8 @@ class Converted:
 
 def convert(adapter: Adapter, base: CheckpointSource, folds: tuple[Fold, ...], *, back: bool) -> Converted:
     """The adapter of the model `base` as one of that model with `folds`, by its tensor names; with `back`, the other
-    way round.
-
-    Raises a ModelError if the adapter has modules or shapes that the model lacks, and a NegativeVerdict that names the
-    module and the reason if it has no exact form on the other side.
-    """
+    way round. Raises a ModelError if the adapter has modules or shapes that the model lacks, and a NegativeVerdict that
+    names the module and the reason if it has no exact form on the other side."""
     return _Conversion(adapter, base, folds, back).run()
 
 

@@ -66,11 +66,8 @@ class Adapter:
         return str(self.config.get("peft_type"))
 
     def parts(self, base: CheckpointSource) -> list[Part]:
-        """Every tensor with its module in the files of the base model.
-
-        Raises:
-            ModelError: the base model lacks a module that the adapter is added to, or has it in another size.
-        """
+        """Every tensor with its module in the files of the base model. Raises a ModelError if that lacks a module that
+        the adapter is added to, or has it in another size."""
         parts = list(_parts(self.source.tensors, base))
         rows = {part.module: self.source.tensors[part.key] for part in parts if part.leaf in _ROWS}
         for part in parts:

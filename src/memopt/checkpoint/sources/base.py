@@ -45,11 +45,8 @@ class Weights:
     """Whether each shard's `origin` has the layout of its header, so that bytes can be copied file to file."""
 
     def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
-        """Fill `buffer` with the bytes of a tensor from `start` on, in the safetensors layout.
-
-        Raises:
-            ModelError: the file cannot be read, or became shorter.
-        """
+        """Fill `buffer` with the bytes of a tensor from `start` on, in the safetensors layout. Raises a ModelError if
+        the file cannot be read, or became shorter."""
         raise NotImplementedError
 
 

@@ -60,12 +60,8 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Header of a safetensors file, with every offset checked against the file.
-
-    Raises:
-        ModelError: the file is truncated, its header is no valid JSON, or its offsets overlap, leave
-            gaps or pass the end of the file.
-    """
+    """Header of a safetensors file. Raises a ModelError if the file is truncated, its header is no valid JSON, or its
+    offsets overlap, leave gaps or pass the end of the file."""
     check_side_file(path)
     try:
         with path.open("rb") as file:
