@@ -170,12 +170,8 @@ class _Comparison:
     def checks(
         self, originals: Sequence[Run], jumps: Mapping[str, list[Tensor]] = MappingProxyType({})
     ) -> Iterator[Check]:
-        """Checks of every field.
-
-        Args:
-            originals: runs of the original; the largest of their errors counts.
-            jumps: field -> rows of each batch that are left out.
-        """
+        """Checks of every field: the largest error of the `originals`, runs of the original, counts. `jumps` are rows
+        of each batch that are left out, by field."""
         runs = (*self.outputs.values(), *originals)
         batches = [batch.keys() for run in (self.truth, *runs) for batch in run]
         fields = sorted(set().union(*batches))

@@ -82,12 +82,8 @@ def ratios(
     bottleneck: int = 2**63,
 ) -> list[Check]:
     """The checks on the ratio of errors in one run of each model; if a check does not pass, in several runs of each.
-
-    Args:
-        compared: :func:`compare_gradients`, but for the runs.
-        rounded: returns the further runs, rounded at random, of the patched model and of stock modules.
-        bottleneck: see :func:`compare_gradients`; it is used for several runs only.
-    """
+    `compared` is :func:`compare_gradients`, but for the runs and `bottleneck`, which is used for several runs only.
+    `rounded` returns those, rounded at random, of the patched model and of stock modules."""
     checks = list(compared([patched.gradients], [stock.gradients]))
     if any(check.status in ("warn", "fail") for check in checks):
         ours, theirs = rounded()
@@ -97,11 +93,8 @@ def ratios(
 
 
 def stock_runs(trial: CheckpointTrial) -> bool:
-    """Whether this machine has every operation of a stock training step, in the stored dtype and the reference's.
-
-    Attention runs in the implementation that the recipe sets. False if the model does not fit into memory at these
-    precisions, since nothing is known then.
-    """
+    """Whether this machine has every operation of a stock training step, in the stored dtype and the reference's, with
+    the recipe's attention. False if the model does not fit into memory at these precisions: nothing is known then."""
     settings = [patch.engine_settings(trial.recipe, ()) for patch in having(EngineSettings)]
     attention = next((each["attn_implementation"] for each in settings if "attn_implementation" in each), None)
 

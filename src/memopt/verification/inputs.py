@@ -86,12 +86,8 @@ class Probes:
 def probe_inputs(
     model: nn.Module, folder: Path, inputs: Batch | None = None, *, trust_remote_code: bool = False
 ) -> Probes:
-    """Two batches for `model`, or `inputs` alone; models of one config get the same batches.
-
-    Raises:
-        InputsError: the model does not run with `inputs`.
-        NoInputs: none were given, and the model runs with none of the inputs that memopt can make.
-    """
+    """Two batches for `model`, or `inputs` alone; models of one config get the same batches. Raises an InputsError if
+    it does not run with `inputs`, and NoInputs if it runs with none of the inputs that memopt can make."""
     if inputs is not None:
         check_names(model, inputs)
         probes = _driven(model, inputs, "the batch that was given")

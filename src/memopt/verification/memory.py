@@ -110,11 +110,8 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
 
 
 def _hidden_in(model: nn.Module, run: Callable[[], Tensor], measured: Account) -> str:
-    """The module that allocated most of the live bytes that `measured` does not have.
-
-    An account registers hooks, and modules may take another path under hooks. So this reads the allocating module from
-    the stack.
-    """
+    """The module that allocated most of the live bytes that `measured` does not have, read from the stack: an account
+    registers hooks, and modules may take another path under hooks."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def running() -> str:

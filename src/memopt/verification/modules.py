@@ -56,14 +56,8 @@ class Worst:
 def verify_modules(
     model: nn.Module, probes: Probes, truth: Step, traces: Traces, dtype: torch.dtype, reference: str
 ) -> Iterator[Check]:
-    """Two checks: all modules together, and each norm and activation alone.
-
-    Args:
-        model: patched, in `dtype`.
-        truth: the step of stock modules in `dtype`.
-        traces: the sizes that :func:`traced` recorded for stock modules.
-        reference: a description of `truth` in words.
-    """
+    """Two checks: all modules together, and each norm and activation alone. `model` is patched, in `dtype`; `truth` is
+    the step of stock modules in `reference`, in words; `traces` has their sizes, by :func:`traced`."""
     with precise(dtype):
         worst = compare_steps(training_step(model, probes, dtype), truth)
     # Listed after a run, since blocks patch the linears inside when they run.
@@ -174,11 +168,8 @@ def culprit(
     otherwise: Callable[[], str] = lambda: "a module that is not patched",
 ) -> str:
     """The first patched module, in the order of the model's modules, that makes the result wrong; found by bisection.
-
-    Args:
-        run: the result with the first so many modules patched; with all of them it is over the limit.
-        otherwise: the name to give if the result is as wrong with no module patched.
-    """
+    `run` returns the result with the first so many modules patched; with all of them it is over the limit. `otherwise`
+    names the culprit if the result is as wrong with no module patched."""
     wrong = bisect.bisect_left(range(len(swapped)), True, key=lambda patched: not run(patched).value <= limit)
     return (swapped[wrong - 1][0] or "the model") if wrong else otherwise()
 

@@ -34,11 +34,9 @@ def rms(tensor: Tensor) -> float:
 
 
 def independent_errors(error: Tensor, limit: int) -> int:
-    """The number of independent terms that the elements of `error` amount to, at most `limit`.
-
-    (sum of e^2)^2 / sum of e^4 is a third of the number of normal errors of one size. If a few errors are much larger
-    (outlier channels), only these count.
-    """
+    """The number of independent terms that the elements of `error` amount to, at most `limit`. (sum of e^2)^2 / sum of
+    e^4 is a third of the number of normal errors of one size. If a few errors are much larger (outlier channels), only
+    these count."""
     squares = error.double().square()
     fourth = float(squares.square().sum())
     if not fourth > 0:
@@ -54,10 +52,8 @@ def chance_ratio(independent: int, stock_runs: int = 1) -> float:
 
 
 def typical_errors(errors: Mapping[str, float], truth: Mapping[str, Tensor]) -> dict[str, float]:
-    """Name -> the median of the relative `errors` of all tensors of its kind, with equal last name and rank.
-
-    A median is used because the stock model may be right by luck in one parameter.
-    """
+    """Name -> the median of the relative `errors` of all tensors of its kind, with equal last name and rank. A median
+    is used because the stock model may be right by luck in one parameter."""
     kinds: dict[tuple[str, int], list[float]] = {}
     for name, error in errors.items():
         kinds.setdefault(_kind(name, truth[name]), []).append(error)

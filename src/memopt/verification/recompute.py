@@ -109,10 +109,8 @@ class Comparison:
 
 
 def is_rounded_product(before: Bits, after: Bits, scale: Tensor) -> bool:
-    """Whether the bf16 numbers `after` are normal, and each is the nearest to `before` * `scale`, ties to even.
-
-    The product of two bf16 numbers is exact in fp32 there, and torch rounds it once.
-    """
+    """Whether the bf16 numbers `after` are normal, and each is the nearest to `before` * `scale`, ties to even. The
+    product of two bf16 numbers is exact in fp32 there, and torch rounds it once."""
     product = torch.from_numpy(before).view(torch.bfloat16) * scale
     if not np.array_equal(product.view(torch.int16).numpy(), after):
         return False
@@ -121,10 +119,8 @@ def is_rounded_product(before: Bits, after: Bits, scale: Tensor) -> bool:
 
 
 def round_product(values: Floats, dtype: str) -> Floats:
-    """`values` rounded to nearest even in `dtype`.
-
-    Adding 1.5 * 2^52 quanta of the target format rounds, because fp64 has no bits below one quantum at that size.
-    """
+    """`values` rounded to nearest even in `dtype`. Adding 1.5 * 2^52 quanta of the target format rounds, because fp64
+    has no bits below one quantum at that size."""
     if dtype == "F64":
         return values
     precision, smallest, largest = _FORMATS[dtype]

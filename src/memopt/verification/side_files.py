@@ -115,10 +115,8 @@ def verify_names(folder: Path, *, trust_remote_code: bool = False) -> Check:
 
 
 def random_tensors(level: Level, record: PatchedFolder, pair: Pair | None, trust_remote_code: bool) -> list[Check]:
-    """A check for each model that `level` cannot use, because a load would leave tensors random.
-
-    The models are the patched folder and, where there is a `pair`, the original.
-    """
+    """A check for each model that `level` cannot use, because a load would leave tensors random: the patched folder
+    and, where there is a `pair`, the original."""
     models: list[tuple[str, str | None, bool]] = [(str(record.folder), None, False)]
     if pair is not None:
         pickled = record.manifest is not None and needs_allow_pickle(record.manifest.source.files)

@@ -21,10 +21,8 @@ _Rows = list[Tensor]
 
 
 class RandomRounding(TorchDispatchMode):
-    """Inside, each result in `dtype` is changed by up to `scale` / 2 units in the last place and then rounded.
-
-    It draws from torch's default generator. Views, and results that are or would become infinite, are not changed.
-    """
+    """Inside, each result in `dtype` is changed by up to `scale` / 2 units in the last place and then rounded; by
+    torch's default generator. Views, and results that are or would become infinite, are not changed."""
 
     def __init__(self, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,10 +85,8 @@ class JumpingRows:
                 del self._found[field]
 
     def may_jump_in_more(self, runs: Sequence[Run]) -> bool:
-        """Whether few rows jump in a judged run, and some of them in none of `runs`, which are of the original.
-
-        Results that read such a row have a smaller error too; a run of the original with the same jump shows its size.
-        """
+        """Whether few rows jump in a judged run, and some of them in none of `runs`, which are of the original. Results
+        that read such a row have a smaller error too; a run of the original with the same jump shows its size."""
         for field, judged in self._judged.items():
             if field in self._found and _are_few(judged):
                 seen = functools.reduce(_either, (self._of(run, field) for run in runs))
