@@ -88,10 +88,7 @@ def patch(
 
 
 def check_is_module(model: object) -> None:
-    """
-    Raises:
-        ModelError: `model` is no torch module.
-    """
+    """Raises a ModelError if `model` is no torch module."""
     if isinstance(model, nn.Module):
         return
     inside = [name for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module)]
@@ -100,11 +97,8 @@ def check_is_module(model: object) -> None:
 
 
 def memory_recipe(recipe: str | Path | Recipe) -> Recipe:
-    """Load `recipe` for a model in memory, where nothing can be folded.
-
-    Raises:
-        RecipeError: the recipe is unknown, or folds weights.
-    """
+    """Load `recipe` for a model in memory, where nothing can be folded. Raises a RecipeError if it is unknown, or folds
+    weights."""
     rules = load_recipe(recipe)
     if rules.folds:
         raise RecipeError(
@@ -273,11 +267,7 @@ def _walk(model: nn.Module, inputs: Mapping[str, Any] | None) -> Sites:
 
 
 def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:
-    """`cls.from_pretrained`.
-
-    Raises:
-        ModelError: a weight file is missing or damaged, or does not fit the class.
-    """
+    """`cls.from_pretrained`. Raises a ModelError if a weight file is missing or damaged, or does not fit the class."""
     try:
         model: nn.Module = cls.from_pretrained(source, **kwargs)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

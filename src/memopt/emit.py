@@ -121,13 +121,9 @@ def planned_step(model: str, recipe_file: str, choice: Choice) -> Planned:
 
 
 def patched_step(folder: str, recipe_file: str, recipe: Recipe, blocks: Sequence[str], dtype: str | None) -> Planned:
-    """A patched checkpoint, which fixes recipe and dtype, not a batch: one row, without accumulation.
-
-    Args:
-        folder: path at which the checkpoint will be written.
-        blocks: names of the model's blocks.
-        dtype: of its weights, as in config.json. fp16 weights are trained in fp32 under autocast, with a scaled loss.
-    """
+    """A patched checkpoint, to be written at `folder`, which fixes recipe and dtype, not a batch: one row, without
+    accumulation. `dtype` is that of its config.json; fp16 weights are trained in fp32 under autocast, with a scaled
+    loss."""
     precisions: dict[str | None, Precision] = {"bfloat16": "bf16", "float16": "fp16-mixed"}
     step = Training(seq=None, precision=precisions.get(dtype, "fp32"))
     # The checkpoint is folded already, and memopt.patch takes no recipe that folds.
@@ -164,11 +160,8 @@ def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def files_of(planned: Planned, kinds: Iterable[str]) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """(file name -> content, for the recipe and the file of each of `kinds`; notes for the user).
-
-    Raises:
-        UsageError: a file cannot express the plan; the error says which part of it, and what to do.
-    """
+    """(file name -> content, for the recipe and the file of each of `kinds`; notes for the user). Raises a UsageError
+    if a file cannot express the plan, which says which part of it, and what to do."""
     files = {RECIPE_FILE: dump_recipe(planned.recipe)}
     chosen = {name: KINDS[name] for name in check_kinds(kinds)}
     files |= {kind.file: kind.text(name, planned, planned.shared(name, *kind.ways)) for name, kind in chosen.items()}

@@ -26,11 +26,8 @@ class MemoptError(Exception):
 
 
 def printable(text: str, kept: str = "") -> str:
-    """`text` in one line with control characters of terminals escaped, since names may come from untrusted files.
-
-    Args:
-        kept: characters that stay as they are.
-    """
+    """`text` in one line with control characters of terminals (but `kept`) escaped: names may come from untrusted
+    files."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
@@ -53,10 +50,7 @@ class UsageError(MemoptError):
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """
-    Raises:
-        UsageError: `value`, given for the argument `name`, is none of `choices`.
-    """
+    """Raises a UsageError if `value`, given for the argument `name`, is none of `choices`."""
     if value not in choices:
         raise UsageError(f"{name} is {value!r}, which is not one of its values.", f"Give one of {', '.join(choices)}.")
 

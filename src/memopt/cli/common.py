@@ -261,10 +261,8 @@ def _tell_time(what: object, done: threading.Event) -> None:
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback (bytes done, bytes to do): a bar on a terminal, else a plain line every ten seconds.
-
-    Before its first call it prints the time, like `waiting`.
-    """
+    """A callback (bytes done, bytes to do): a bar on a terminal, else a plain line every ten seconds. Before its first
+    call it prints the time, like `waiting`."""
     with waiting("Reading the model") as begin, _bar(label) as update:
 
         def tell(done: int, total: int) -> None:

@@ -37,12 +37,8 @@ _KINDS = (
 
 
 def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
-    """Content of a plain file (or a link to one) of at most `limit` bytes.
-
-    Raises:
-        ModelError: the file is a pipe, a device or the like, or is larger than `limit`.
-        OSError: the file is missing or not readable.
-    """
+    """Content of a plain file (or a link to one) of at most `limit` bytes. Raises a ModelError if it is larger, or a
+    pipe, a device or the like, and an OSError if it is missing or not readable."""
     # Without O_NONBLOCK, opening a named pipe waits for a writer.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _check(path, os.fstat(file.fileno()), limit)
@@ -58,14 +54,9 @@ def user_path(path: str | Path) -> Path:
 
 
 def check_output(path: Path, option: str, *, force: bool = False) -> Path:
-    """The resolved `path`, if a result can be written there; `option` names the command line option, for errors.
-
-    Args:
-        force: replace a file that has content.
-
-    Raises:
-        OutputError: `path` is a folder or a device, has content, or its folder is missing or not writable.
-    """
+    """The resolved `path`, if a result can be written there, with `force` over a file with content; errors name
+    `option`. Raises an OutputError if it is a folder or a device, has content, or its folder is missing or not
+    writable."""
     path = Path(os.path.realpath(user_path(path)))
     what = f"{option} '{path}'"
     if path.exists() and not path.is_file():
@@ -83,11 +74,8 @@ def check_output(path: Path, option: str, *, force: bool = False) -> Path:
 
 
 def check_output_folder(path: Path, names: Iterable[str], *, force: bool = False) -> Path:
-    """`path`, if files of `names` can be written in this folder. It may be missing; this function does not create it.
-
-    Raises:
-        OutputError: the folder is a file or not writable, or one of the files fails `check_output`.
-    """
+    """`path`, if files of `names` can be written in this folder, which may be missing and is not created. Raises an
+    OutputError if it is a file or not writable, or one of the files fails `check_output`."""
     path = user_path(path)
     real = Path(os.path.realpath(path))
     nearest = next(each for each in (real, *real.parents) if each.exists())
@@ -120,11 +108,8 @@ def write_output(path: Path, content: bytes) -> None:
 def parse_json(
     content: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None, nests: int = MAX_NESTS
 ) -> Any:
-    """The value of a JSON document; `pairs` makes its objects.
-
-    Raises:
-        ValueError: it is not JSON in UTF-8, is too deep, has too many lists and objects, or text that is no Unicode.
-    """
+    """The value of a JSON document; `pairs` makes its objects. Raises a ValueError if it is not JSON in UTF-8, is too
+    deep, has too many lists and objects, or text that is no Unicode."""
     if content.count(b"[") + content.count(b"{") > nests:
         raise ValueError(f"it has over {nests:,} lists and objects")
     try:
@@ -146,11 +131,8 @@ def parse_json(
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML document that has only types of JSON.
-
-    Raises:
-        ValueError: it is no YAML, has a key twice or a value of another type, or expands too deep or too large.
-    """
+    """The value of a YAML document that has only types of JSON. Raises a ValueError if it is no YAML, has a key twice
+    or a value of another type, or expands too deep or too large."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -195,11 +177,8 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def model_folder(source: str | Path, revision: str | None = None) -> Path | None:
-    """The folder that `source` names; None if it is a hub id.
-
-    Raises:
-        ModelError: `source` is a path, and no folder is there; a folder is there, which has no `revision`.
-    """
+    """The folder that `source` names; None if it is a hub id. Raises a ModelError if `source` is a path without a
+    folder, or a folder is there and a `revision` is given."""
     name = str(source)
     if not name:
         raise ModelError("The name of the model is empty.", "Give a folder or a hub id.")
@@ -237,11 +216,8 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def check_folder(root: Path) -> None:
-    """Check the files in `root`, but not in folders below it, before a library opens one by its name.
-
-    Raises:
-        ModelError: a file is a pipe, a device, a socket or a broken link, or a JSON file larger than any model's.
-    """
+    """Check the files in `root`, but not in folders below it, before a library opens one by its name. Raises a
+    ModelError if a file is a pipe, a device, a socket or a broken link, or a JSON file larger than any model's."""
     with os.scandir(root) as entries:
         for entry in entries:
             check_side_file(Path(entry.path))

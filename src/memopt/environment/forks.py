@@ -40,11 +40,9 @@ def processes() -> int:
 
 
 def each(work: Sequence[Callable[[], T]], begun: Callable[[int], object] = lambda number: None) -> list[T]:
-    """The results of `work`, in order; they must be picklable.
-
-    This process repeats work that failed or was not finished, so the error of the first function in order is raised, as
-    without forks. `begun` is called with the number of each function that this process begins.
-    """
+    """The results of `work`, in order; they must be picklable. This process repeats work that failed or was not
+    finished, so the error of the first function in order is raised, as without forks. `begun` is called with the number
+    of each function that this process begins."""
     count = min(processes(), len(work))
     if count < 2:
         return [_told(do, begun, number) for number, do in enumerate(work)]

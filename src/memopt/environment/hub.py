@@ -36,16 +36,9 @@ _asked: dict[str, tuple[float, bool]] = {}
 
 
 def from_hub(model: str, revision: str | None, what: str, download: Callable[..., str]) -> Path:
-    """The path that `download` returns; it has the argument `local_files_only` of the hub's functions.
-
-    Args:
-        model: a hub id, ``name`` or ``organisation/name``.
-        revision: branch, tag or commit.
-        what: the file or files that are fetched, in words.
-
-    Raises:
-        ModelError: the id, the revision or the file does not exist, is gated, or cannot be reached; says which.
-    """
+    """The path that `download` returns; it has the argument `local_files_only` of the hub's functions. `what` names the
+    files in words. Raises a ModelError that says which: the id, the revision or the file does not exist, is gated, or
+    cannot be reached."""
     at = f" at revision '{revision}'" if revision else ""
     page = f"{constants.ENDPOINT}/{model}"
     try:
@@ -87,11 +80,8 @@ def _why_offline() -> tuple[str, str]:
 
 
 def hub_answers(model: str, revision: str | None = None) -> bool:
-    """Whether the hub answers a request about `model`; false with HF_HUB_OFFLINE. Waits at most `PATIENCE` seconds.
-
-    Raises:
-        HFValidationError: `model` is no hub id.
-    """
+    """Whether the hub answers a request about `model` within `PATIENCE` seconds; false with HF_HUB_OFFLINE. Raises an
+    HFValidationError if `model` is no hub id."""
     if constants.HF_HUB_OFFLINE:
         return False
     validate_repo_id(model)
@@ -107,11 +97,8 @@ def hub_answers(model: str, revision: str | None = None) -> bool:
 
 
 def in_thread(call: Callable[[], T], seconds: float | None = None) -> T:
-    """The result or exception of `call`, run in a thread. Ctrl-C ends the wait at once; the thread may go on.
-
-    Raises:
-        TimeoutError: the call took longer than `seconds`.
-    """
+    """The result or exception of `call`, run in a thread; a TimeoutError after `seconds`. Ctrl-C ends the wait at once;
+    the thread may go on."""
     future: Future[T] = Future()
 
     def run() -> None:

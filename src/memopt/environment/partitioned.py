@@ -46,10 +46,8 @@ def is_of_zero(hook: Any) -> bool:
 
 
 def gather_at_once(module: nn.Module, at_once: bool = True) -> bool:
-    """Let ZeRO-3 gather all weights of `module` by hooks of that module, with none on the modules inside.
-
-    Returns whether it was to do so before. ``deepspeed.initialize`` reads this mark of a leaf module.
-    """
+    """Let ZeRO-3 gather all weights of `module` by hooks of that module, with none on the modules inside; returns
+    whether it did before. ``deepspeed.initialize`` reads this mark of a leaf module."""
     before = bool(vars(module).pop("_z3_leaf", False))
     if at_once:
         vars(module)["_z3_leaf"] = True
@@ -58,9 +56,7 @@ def gather_at_once(module: nn.Module, at_once: bool = True) -> bool:
 
 def fetch_before(node: Any) -> tuple[nn.Module, Callable[[torch.Tensor], None]] | None:
     """The module whose weights ZeRO-3 fetches when backward reaches `node`, and a tensor hook that fetches them too.
-
-    None for any other node. ZeRO-3 passes each output of a module through such a node, which returns its input.
-    """
+    None for any other node. ZeRO-3 passes each output of a module through such a node, which returns its input."""
     if type(node).__name__ != "PreBackwardFunctionForModuleBackward":
         return None
     module, fetch = getattr(node, "module", None), getattr(node, "pre_backward_function", None)
@@ -87,11 +83,8 @@ def version_of_partitioned() -> int:
 @contextmanager
 def hooks_lifted(model: nn.Module) -> Iterator[None]:
     """Inside, modules run the forwards inside accelerate's hooks. Afterwards these hooks wrap the forwards that the
-    modules' classes have by then.
-
-    Two kinds of hooks stay: hooks that load weights for one call (offload to CPU or disk), and hooks around a forward
-    that replaced the class's forward.
-    """
+    modules' classes have by then. Two kinds of hooks stay: hooks that load weights for one call (offload to CPU or
+    disk), and hooks around a forward that replaced the class's forward."""
     lifted = [each for each in model.modules() if _hooks_its_class(each) and not offloads(each)]
     forwards = [vars(each).pop("forward") for each in lifted]
     try:
@@ -121,7 +114,5 @@ def is_only_moved(module: nn.Module) -> bool:
 
 def is_parallel_forward(forward: object) -> bool:
     """Whether transformers' tensor or expert parallel plan made `forward`, which replaces a module's on the instance.
-
-    It is bound to that module: on a copy of the module it runs the module itself, with sharded weights.
-    """
+    It is bound to that module: on a copy of the module it runs the module itself, with sharded weights."""
     return getattr(forward, "__module__", None) in _PARALLEL_PLANS

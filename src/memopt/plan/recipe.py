@@ -114,11 +114,8 @@ watch(_add_rules)
 
 
 def load_recipe(source: str | Path | Recipe, overrides: Iterable[str] = ()) -> Recipe:
-    """Recipe from a shipped name, a YAML file or a Recipe, with ``key=value`` overrides applied.
-
-    Raises:
-        RecipeError: unknown name (with the nearest), unreadable file, unknown key or value.
-    """
+    """Recipe from a shipped name, a YAML file or a Recipe, with ``key=value`` overrides applied. Raises a RecipeError
+    for an unknown name (with the nearest), an unreadable file, or an unknown key or value."""
     data = (
         source.model_dump(mode="json", exclude_unset=True)
         if isinstance(source, Recipe)

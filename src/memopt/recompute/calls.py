@@ -167,10 +167,8 @@ def _products(steps: Iterable[Any]) -> int:
 
 
 def costs_less_than(nbytes: int, reads: Sequence[Read]) -> bool:
-    """Whether keeping the tensors `reads` takes at most `nbytes`, the bytes that it frees, and none has changed.
-
-    A tensor that other layers read as well is kept once for all. If no layer shares one, no more is kept than before.
-    """
+    """Whether keeping the tensors `reads` takes at most `nbytes`, the bytes that it frees, and none has changed. A
+    tensor that other layers read as well is kept once for all. If no layer shares one, no more is kept than before."""
     unchanged = all(each.tensor._version == each.version for each in reads)
     return unchanged and _bytes(reads) <= nbytes
 

@@ -99,12 +99,8 @@ Replace = Callable[[Tensor, Callable[..., Tensor], list[Tensor], list[Tensor]], 
 
 
 class Chains:
-    """The chains in one call of a module.
-
-    Args:
-        replace: gives the result of an operation a node that recomputes the chain, if that saves bytes; None: never.
-        found: called with the number of bytes that such a chain saves, and its last operation.
-    """
+    """The chains in one call of a module. `replace` gives the result of an operation a node that recomputes the chain,
+    if that saves bytes; None: never. `found` gets the bytes that such a chain saves, and its last operation."""
 
     def __init__(self, replace: Replace | None, found: Callable[[int, ChainCall], None] | None = None) -> None:
         self._replace, self._found = replace, found

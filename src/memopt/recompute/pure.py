@@ -29,10 +29,7 @@ class NotPureError(Exception):
 
 def form_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
     """A key of a call's arguments: equal for calls that run the same code of a function, whatever the tensors' sizes.
-
-    Raises:
-        NotPureError: an argument is an object that may hold anything.
-    """
+    Raises a NotPureError if an argument is an object that may hold anything."""
     return _form(tuple(args)), tuple((name, _form(value)) for name, value in kwargs.items())
 
 
@@ -50,13 +47,8 @@ def _form(value: Any) -> Hashable:
 
 def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
     """For each tensor that ``function(*args, **kwargs)`` returns (`tree_leaves`), whether it requires a gradient.
-
-    A call on meta tensors also checks that the function draws no random numbers, changes none of its arguments and
-    returns new tensors. It does not detect changes of other state (globals, closures).
-
-    Raises:
-        NotPureError: one of these checks fails, or the function does not run without values.
-    """
+    Raises a NotPureError if a call on meta tensors fails, draws random numbers, changes an argument or returns tensors
+    that are not new. Changes of other state (globals, closures) are not detected."""
     with no_modes(), no_torch_function(), without_foreign_hooks():
         copies: dict[int, Tensor] = {}
         given, named = on_meta(tuple(args), copies), {name: on_meta(value, copies) for name, value in kwargs.items()}

@@ -57,11 +57,9 @@ def recomputable(
 
 
 def register_operator(node_name: str, family: str) -> None:
-    """Register the nodes of an operator of memopt, which are called `node_name`.
-
-    A node has `recomputes_output` and, if that is true, `recomputed` (`memopt.recompute.specs.Recomputed`). Its
-    `function` computes the output from all tensors that the node saved.
-    """
+    """Register the nodes of an operator of memopt, called `node_name`. A node has `recomputes_output` and, if that is
+    true, `recomputed` (`memopt.recompute.specs.Recomputed`), which computes the output from all tensors that the node
+    saved."""
     recomputable(node_name, family, _recomputes_output)(_output)
 
 

@@ -210,11 +210,9 @@ def _is_recomputed(tensor: Tensor | None) -> bool:
 
 
 def spec_of(x: object) -> RecomputeSpec | None:
-    """The spec of this tensor object; None if the tensor, or one that it is recomputed from, was changed in place.
-
-    None also if saved tensors go through other hooks than at the producer: with checkpointing of the reader alone, its
-    second run would find no spec.
-    """
+    """The spec of this tensor object; None if the tensor, or one that it is recomputed from, was changed in place,
+    or if saved tensors go through other hooks than at the producer: a checkpointed reader's second run would find no
+    spec."""
     spec: RecomputeSpec | None = getattr(x, SPEC_ATTRIBUTE, None)
     if not spec or x._version or spec.saved is None:  # type: ignore[attr-defined]
         return None
@@ -225,10 +223,8 @@ def spec_of(x: object) -> RecomputeSpec | None:
 
 
 def shared_cast(x: Tensor, autocast_dtype: Callable[[Tensor], torch.dtype | None]) -> Tensor:
-    """For a reader that would cast `x` to autocast's dtype: the cast that all such readers share.
-
-    The first reader makes the cast, which has a spec of its own. `x` itself if its spec has no `narrow`.
-    """
+    """For a reader that would cast `x` to autocast's dtype: the cast that all such readers share. The first reader
+    makes the cast, which has a spec of its own. `x` itself if its spec has no `narrow`."""
     spec: RecomputeSpec | None = getattr(x, SPEC_ATTRIBUTE, None)
     if not spec or spec.narrow is None or x._version or not torch.is_grad_enabled():
         return x
@@ -251,11 +247,9 @@ def keep_producer(output: Tensor) -> None:
 
 
 class Region:
-    """Context manager around one call of a block.
-
-    Under foreign hooks (activation checkpointing, offloading), outputs carry specs only inside a region. The block's
-    outputs lose their specs, since they would keep the tensors of the specs alive.
-    """
+    """Context manager around one call of a block. Under foreign hooks (activation checkpointing, offloading), outputs
+    carry specs only inside a region. The block's outputs lose their specs, since they would keep the tensors of the
+    specs alive."""
 
     __slots__ = ("_before", "_hook", "_repeats")
 

@@ -23,11 +23,8 @@ from memopt.walk.models.build import build_meta
 
 def compare_training(request: Request) -> Comparison:
     """The bytes that a training step saves for backward, before and after patching; raises the errors of
-    `memopt.report`.
-
-    If the request has neither sizes nor inputs, the batch comes from a patched folder's manifest or, if memopt can
-    guess no inputs, from the folder's processor.
-    """
+    `memopt.report`. If the request has neither sizes nor inputs, the batch comes from a patched folder's manifest or,
+    if memopt can guess no inputs, from the folder's processor."""
     inputs, folder = request.inputs, user_path(request.model)
     subject = subject_of(request)
     batch, manifest = subject.batch(), subject.record.manifest if subject.record else None
@@ -60,10 +57,7 @@ def compare_training(request: Request) -> Comparison:
 
 def compare_bytes(source: str, config: PreTrainedConfig, plan: Plan) -> Comparison:
     """The bytes that one row saves for backward, stock and by `plan`: full tuning in bf16, guessed inputs, no peak.
-
-    Raises:
-        ModelError: the model cannot be traced from its config.
-    """
+    Raises a ModelError if the model cannot be traced from its config."""
     training = Training(seq=default_seq(config) if reads_tokens(config) else None)
     sites, folded = plan.sites, frozenset(norm.name for norm in plan.folds())
     of = Step(config, training, sites, plan.recipe, folded)

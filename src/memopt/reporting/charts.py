@@ -67,11 +67,8 @@ def chart(name: str, prediction: Prediction) -> Chart:
 
 
 def thinned(changes: Sequence[int], limit: int = _SHOWN) -> tuple[list[int], int]:
-    """(indices of the `changes` of bytes that a chart shows, index of the peak among them).
-
-    Of each of limit/2 spans, the moments with the most and the fewest live bytes are shown, so that neither the peak
-    nor a spike is lost.
-    """
+    """(indices of the `changes` of bytes that a chart shows, index of the peak among them). Of each of limit/2 spans,
+    the moments with the most and the fewest live bytes are shown, so that neither the peak nor a spike is lost."""
     totals = list(accumulate(changes))
     span = -(-2 * len(changes) // limit) or 1
     shown = set(range(len(changes))[:1])

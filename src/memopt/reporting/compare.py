@@ -143,9 +143,7 @@ class Comparison:
 
     def at_peak(self) -> tuple[tuple[Kind, str, int, int], ...]:
         """(kind, where, bytes before, bytes after) of the live bytes at the peak of the step, in the order of `KINDS`.
-
-        Where: ``blocks``, else the module whose forward or backward allocated it; empty outside of modules.
-        """
+        Where: ``blocks``, else the module whose forward or backward allocated it; empty outside of modules."""
         sizes: dict[tuple[Kind, str], list[int]] = {}
         for side, account in enumerate((self.before, self.after)):
             for life, kind in account.step.at_peak if account.step else ():

@@ -19,10 +19,8 @@ _PROTOCOL = 4
 
 
 def snapshot(*predictions: Prediction) -> bytes:
-    """The second step of each prediction, each on a device of its own.
-
-    Storages that live throughout the step are in the segments, as if recording began after the first step.
-    """
+    """The second step of each prediction, each on a device of its own. Storages that live throughout the step are in
+    the segments, as if recording began after the first step."""
     devices = [_Device(number, prediction) for number, prediction in enumerate(predictions)]
     found = {
         "device_traces": [device.trace for device in devices],

@@ -252,10 +252,8 @@ WORDS = frozenset({"way to train", "fits", "gradients"})
 
 
 def columns(headline: Headline) -> dict[str, Callable[[Way], tuple[str, Any]]]:
-    """Heading -> function that returns (text of a way's cell, value by which the column is sorted).
-
-    Columns for the largest batch come with the bytes that a step needs, the longest sequence with bytes in CPU memory.
-    """
+    """Heading -> function that returns (text of a way's cell, value by which the column is sorted). Columns for the
+    largest batch come with the bytes that a step needs, the longest sequence with bytes in CPU memory."""
     memory, stock = headline.memory, headline.stock
     found: dict[str, Callable[[Way], tuple[str, Any]]] = {
         "way to train": lambda way: (way.name, way.name),

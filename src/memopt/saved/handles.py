@@ -41,10 +41,8 @@ class Handle:
     memopt_unpack: object
 
     def __init__(self, expression: Expression, tensor: Tensor, base: Tensor, *, shared_by: Node | None) -> None:
-        """`expression` gives `base`; `tensor` is `base` or a view of it.
-
-        `shared_by` is the node that made `base`; None if the reader may write into a tensor of an unproved expression.
-        """
+        """`expression` gives `base`; `tensor` is `base` or a view of it. `shared_by` is the node that made `base`; None
+        if the reader may write into a tensor of an unproved expression."""
         self._expression = expression
         for function, args, _ in expression.steps:
             if function is padded:
@@ -94,10 +92,8 @@ class Handle:
         return self._shared is not None and self._shared.readers > 0
 
     def gives(self, base: Tensor) -> bool:
-        """Whether the recomputed tensor equals `base` bit by bit. This synchronises with the device.
-
-        True for fake and meta tensors, which have no values; false while a CUDA graph is captured.
-        """
+        """Whether the recomputed tensor equals `base` bit by bit; this synchronises with the device. True for fake and
+        meta tensors, which have no values; false while a CUDA graph is captured."""
         if isinstance(base, FakeTensor) or base.device.type == "meta":
             return True
         if base.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -162,10 +158,8 @@ class Once:
 
 
 def once_in(tensor: Tensor, base: Tensor, node: Node) -> tuple[Tensor, tuple[int, ...]] | None:
-    """A copy of the smaller tensor that `tensor` (`base` or a view of all of it) repeats, and the repeated shape.
-
-    None if `node`, which made `base`, repeated nothing, or if `tensor` was changed in place since.
-    """
+    """A copy of the smaller tensor that `tensor` (`base` or a view of all of it) repeats, and the repeated shape. None
+    if `node`, which made `base`, repeated nothing, or if `tensor` was changed in place since."""
     found = repeated_from(node)
     if found is None or tensor._version != 0 or tensor.numel() != base.numel():
         return None

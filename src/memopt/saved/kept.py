@@ -56,12 +56,9 @@ class ShapeOnly:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The tensor to hold for a saved tensor: a detached alias, or a parameter itself.
-
-    A non-leaf would own the node that owns it, a reference cycle. Aliases also make the storage's reference count show
-    whether anything else refers to it. A parameter is held itself, because sharded training may exchange its data
-    between forward and backward.
-    """
+    """The tensor to hold for a saved tensor: a detached alias, or a parameter itself. A non-leaf would own the node
+    that owns it, a reference cycle. Aliases also make the storage's reference count show whether anything else refers
+    to it. A parameter is held itself, because sharded training may exchange its data between forward and backward."""
     is_parameter = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
     return tensor if is_parameter else tensor.detach()
 

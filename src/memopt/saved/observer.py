@@ -59,9 +59,7 @@ class Save:
 
 class SavedTensorObserver:
     """Context manager that follows which module and function run; `pack` and `unpack` are the saved-tensor hooks.
-
-    `unpack` returns a detached alias: a tensor with a grad_fn, held by that same node, would be a reference cycle.
-    """
+    `unpack` returns a detached alias: a tensor with a grad_fn, held by that same node, would be a reference cycle."""
 
     def __init__(
         self,
@@ -159,11 +157,8 @@ def is_observed() -> bool:
 
 class RunningModules:
     """Context manager that follows which modules of `model` run. Other modules count under their caller's name.
-
-    Args:
-        entered: called with the name of each module whose forward begins, and its positional arguments.
-        left: called whenever a forward has ended, also by an error, with its result or None.
-    """
+    `entered` gets the name of each module whose forward begins, and its positional arguments; `left` is called whenever
+    a forward has ended, also by an error, with its result or None."""
 
     def __init__(
         self,
@@ -212,11 +207,8 @@ class RunningModules:
 
 
 class RunningFunctions(TorchFunctionMode):
-    """Counts the functions that Python calls and names the outermost one that is running.
-
-    Args:
-        stand_ins: function -> the function that runs in its place.
-    """
+    """Counts the functions that Python calls and names the outermost one that is running. Functions with an entry in
+    `stand_ins` are replaced by it."""
 
     def __init__(self, stand_ins: Mapping[Any, Callable[..., Any]] | None = None) -> None:
         super().__init__()

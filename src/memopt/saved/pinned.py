@@ -79,10 +79,8 @@ class PinnedStorages:
         return tensor.numel() * tensor.element_size() <= LARGEST_PART * tensor.untyped_storage().nbytes()
 
     def saved(self, holder: Holder, tensor: Tensor) -> None:
-        """Note that `holder` holds `tensor` for backward, and settle other watched storages.
-
-        Never call it for a tensor that a `torch.autograd.Function` saves.
-        """
+        """Note that `holder` holds `tensor` for backward, and settle other watched storages. Never call it for a tensor
+        that a `torch.autograd.Function` saves."""
         if tensor.is_leaf or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()

@@ -47,10 +47,8 @@ class Compressor(Protocol):
     """Gathers the tensors that one call of a scope's module keeps."""
 
     def saved(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool) -> Packed:
-        """The object to keep for `tensor`: `packed`, or one that `settle` may compress.
-
-        With `needs_strides`, a `torch.autograd.Function` saved it and may rely on its strides.
-        """
+        """The object to keep for `tensor`: `packed`, or one that `settle` may compress. With `needs_strides`, a
+        `torch.autograd.Function` saved it and may rely on its strides."""
 
     def settle(self) -> None:
         """Compress every storage that only autograd refers to."""

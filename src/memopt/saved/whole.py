@@ -48,9 +48,7 @@ saving = _Saving()
 @contextlib.contextmanager
 def kept_whole() -> Iterator[None]:
     """Inside, scopes that compress keep saved tensors whole, except those of operations of PyTorch that need it not.
-
-    Compiled code saves what the compiler decides, and would have a guard on the flag of the thread.
-    """
+    Compiled code saves what the compiler decides, and would have a guard on the flag of the thread."""
     if is_compiling():
         yield
         return

@@ -88,11 +88,9 @@ find(_BACKWARD_CLASS, None, "backward of memopt's operators takes longer")
 
 
 def call_its_backward(function: Any) -> None:
-    """Let autograd call the ``backward`` of `function`, a `torch.autograd.Function` without a ``vjp``, itself.
-
-    The replaced method of ``_backward_cls`` tests at every call which of the two the function has. Without this name
-    it is not replaced.
-    """
+    """Let autograd call the ``backward`` of `function`, a `torch.autograd.Function` without a ``vjp``, itself: the
+    replaced method of ``_backward_cls`` tests at every call which of the two there is. Without this name it is not
+    replaced."""
     if is_found(_BACKWARD_CLASS):
         function._backward_cls.apply = function.backward
 
@@ -191,21 +189,14 @@ def shows_saved(node_name: str) -> bool:
 
 
 def saved(node: Any, field: str) -> Any:
-    """The tensor, number or tuple that `node` saved for its backward as `field`, its name in derivatives.yaml.
-
-    Negative dimensions are shown as unsigned 64-bit numbers.
-
-    Raises:
-        RuntimeError: backward has run the node and released its saved tensors.
-    """
+    """The tensor, number or tuple that `node` saved for its backward as `field`, its name in derivatives.yaml; negative
+    dimensions as unsigned 64-bit numbers. Raises a RuntimeError if backward has released the saved tensors."""
     return getattr(node, "_saved_" + field)
 
 
 def held(node: Any, field: str) -> Any:
-    """The object that the node holds for its saved tensor `field`: the tensor, or a hook's packed object, not unpacked.
-
-    None if PyTorch does not show it.
-    """
+    """The object that the node holds for its saved tensor `field`: the tensor, or a hook's packed object, not unpacked;
+    None if PyTorch does not show it."""
     return getattr(getattr(node, "_raw_saved_" + field, None), "data", None)
 
 
@@ -214,11 +205,9 @@ _engine: Callable[..., Any] | None = find(_ENGINE, None, "a trace of a step on f
 
 
 def run_backward(*losses: Tensor) -> None:
-    """Backward from `losses`, with ones as their gradients, under the function modes that are active.
-
-    PyTorch's own ``Tensor.backward`` disables function modes. With active modes, a checkpointed block that runs again
-    runs as it did in forward. Without this name, modes are disabled.
-    """
+    """Backward from `losses`, with ones as their gradients, under the function modes that are active. PyTorch's own
+    ``Tensor.backward`` disables function modes. With active modes, a checkpointed block that runs again runs as it did
+    in forward. Without this name, modes are disabled."""
     ones = tuple(torch.ones_like(loss) for loss in losses)
     if _engine is None:
         torch.autograd.backward(losses, ones)
@@ -316,9 +305,7 @@ _revive: Any = find(_REVIVE, None, _AT_ADDRESS)
 
 def weak_storage(storage: torch.UntypedStorage) -> Any:
     """A weak reference to a storage, for :func:`living_storage`; it reserves the :func:`storage_id` of the storage.
-
-    Without PyTorch's ``StorageWeakRef``, a weak reference of Python, which does not reserve the address.
-    """
+    Without PyTorch's ``StorageWeakRef``, a weak reference of Python, which does not reserve the address."""
     return weakref.ref(storage) if _weak is None or _revive is None else _weak(storage)
 
 

@@ -33,17 +33,12 @@ eagerly: Callable[[Any], Any] = find(
 
 
 def partition_traced_graph(mark: Callable[[Graph], None]) -> bool:
-    """Let the partitioner recompute every elementwise result in backward, in the graph that is being traced right now.
+    """Let the partitioner recompute every elementwise result in backward, in the graph that is being traced right now;
+    False if none is, or this PyTorch lacks names that this needs.
 
     The backend runs with changed, thread-local settings, so other graphs and the user's settings do not change. If the
-    user has chosen an ``activation_memory_budget``, these settings do not apply.
-
-    Args:
-        mark: called with the joint graph of forward and backward before the partitioner runs. Results that it passes to
-            :func:`keep_result` are not recomputed.
-
-    Returns:
-        Whether a graph is being traced and this PyTorch has the names that this function needs.
+    user has chosen an ``activation_memory_budget``, these settings do not apply. `mark` gets the joint graph of forward
+    and backward first. Results that it passes to :func:`keep_result` are not recomputed.
     """
     if _current_translator is None or not all(is_found(f"{_CONFIG}.{name}") for name in _SETTINGS):
         return False
@@ -58,10 +53,8 @@ def partition_traced_graph(mark: Callable[[Graph], None]) -> bool:
 
 
 def keep_result(node: Node) -> None:
-    """Forbid the partitioner to recompute the result of a node: it is saved if backward needs it.
-
-    A decision of activation checkpointing about this node takes precedence.
-    """
+    """Forbid the partitioner to recompute the result of a node: it is saved if backward needs it. A decision of
+    activation checkpointing about this node takes precedence."""
     node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 

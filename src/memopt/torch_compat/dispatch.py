@@ -119,10 +119,8 @@ _exclude: Any = find(_EXCLUDED, None, "what a block keeps of its first run is no
 
 
 def view_below_autograd(tensor: Tensor) -> Tensor:
-    """A new tensor without a graph on the memory of `tensor`, made below autograd (inside a TorchDispatchMode).
-
-    It shares the version counter of `tensor`: a change in place of either counts for both.
-    """
+    """A new tensor without a graph on the memory of `tensor`, made below autograd (inside a TorchDispatchMode). It
+    shares the version counter of `tensor`: a change in place of either counts for both."""
     with contextlib.nullcontext() if _exclude is None else _exclude(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

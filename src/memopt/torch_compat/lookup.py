@@ -46,12 +46,8 @@ def is_found(name: str) -> bool:
 
 
 def resolve(name: str) -> Any:
-    """The object of the dotted `name`; attributes of ``torch.nn.Module`` are read from an instance.
-
-    Raises:
-        ImportError: a module on the path does not exist.
-        AttributeError: something else on the path does not exist.
-    """
+    """The object of the dotted `name`; attributes of ``torch.nn.Module`` are read from an instance. Raises an
+    ImportError if a module on the path does not exist, and an AttributeError if something else does not."""
     owner, _, attribute = name.rpartition(".")
     if owner == "torch.nn.Module":
         return getattr(torch.nn.Module(), attribute)

@@ -100,10 +100,8 @@ def parametrizations_are_cached() -> bool:
 
 
 def fsdp_leaves_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
-    """Whether `hooks` are FSDP2's, and leave the parameters of `module` whole from its forward until its backward.
-
-    That is ``reshard_after_forward=False``. False if PyTorch lacks the private names that show this.
-    """
+    """Whether `hooks` are FSDP2's, and leave the parameters of `module` whole from its forward until its backward:
+    ``reshard_after_forward=False``. False if PyTorch lacks the private names that show this."""
     state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     resharded = any(getattr(group, "post_forward_mesh_info", group) is not None for group in groups)
