@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -90,7 +89,7 @@ def check_output_folder(path: Path, names: Iterable[str], *, force: bool = False
 
 def write_output(path: Path, content: bytes) -> None:
     """Write a file completely or not at all (an OutputError): write it next to its target, then rename it."""
-    new = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
+    new = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}")
     try:
         with open(new, "xb") as file:
             if path.exists():
