@@ -140,7 +140,8 @@ mutation: $(STAMP) ## plant faults in patched folders and models, verify right o
 mutation-sources: $(STAMP) ## plant faults in a copy of the sources and show that the tests notice each (over ten minutes)
 	@$(BIN)/python -m tests.mutations
 
-TRAIN_PYTEST = OMP_NUM_THREADS=1 $(TRAIN) -m pytest $(DURATIONS) -m "not slow and not gpu"
+TRAIN_PYTEST = OMP_NUM_THREADS=1 $(TRAIN) -m pytest $(DURATIONS) -m $(TRAINED)
+TRAINED = "not slow and not gpu"
 
 # Once with kernels in Triton's interpreter, for values, and once without them, for what is counted. Needs g++ in CI; elsewhere
 # its absence is a skip that says so.
@@ -165,6 +166,7 @@ test-all: $(STAMP) ## run every test that needs no GPU
 	@$(INTERPRETED)
 	@TRITON_INTERPRET=1 $(ON_DEVICE) tests/gpu tests/device/numeric
 	@$(ON_DEVICE) $(addprefix --ignore=tests/device/,numeric quantised) tests/device
+	@$(MAKE) --no-print-directory test-train test-distributed TRAINED='"not gpu"'
 
 test-faults: $(STAMP) ## kill `memopt patch` 200 times at random moments and let calls of the system fail (a minute or two)
 	@$(PYTEST) -n 0 -s tests/checkpoint/test_faults.py -k hundred

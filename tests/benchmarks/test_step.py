@@ -38,6 +38,7 @@ def test_fake_tensors_peak_where_real_ones_do(
     assert (fake.kept, fake.peak) == pytest.approx((real.kept, real.peak), abs=64 * _tiny().num_hidden_layers)
 
 
+@pytest.mark.slow
 def test_checkpointing_of_a_pretrained_classifier_peaks_no_higher_with_memopt(
     minilm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,7 +164,7 @@ def test_no_model_type_of_transformers_is_refused(tmp_path: Path, model_type: st
         pytest.skip(f"transformers itself does not load what it saved: {found.wrong}")
 
 
-@pytest.mark.parametrize("name", ["smollm2", "minilm"])
+@pytest.mark.parametrize("name", [pytest.param("smollm2", marks=pytest.mark.slow), "minilm"])
 def test_pretrained_models_have_no_difference(name: str, request: pytest.FixtureRequest) -> None:
     found = compared(request.getfixturevalue(name))
     assert (found.wrong, found.random, found.unread) == ((), (), ())
@@ -339,7 +339,9 @@ RENAMED = {
 }
 
 
-@pytest.mark.parametrize("model_type", RENAMED)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.slow if name == "gemma3" else ()) for name in RENAMED]
+)
 def test_norms_are_folded_where_files_have_names_of_older_releases(model_type: str, tmp_path: Path):
     parameter, key, folds = RENAMED[model_type]
     assert saved_twin(model_type, tmp_path / "model")

@@ -39,6 +39,9 @@ CASES = {
 }
 
 
+QUICK = ("DDP", "DDP, fp16 with overflows", "FSDP2, checkpointing, LoRA", "ZeRO-2, accumulation", "ZeRO-3")
+
+
 @dataclass(frozen=True)
 class Compared:
     distance: float
@@ -69,7 +72,9 @@ def compared(rank: int, case: Case) -> Compared:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_a_patched_run_is_as_near_as_rounding_allows(pair: Pair, name: str) -> None:
     case = CASES[name]
     for found in pair.call(compared, case):

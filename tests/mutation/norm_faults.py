@@ -208,7 +208,7 @@ def _(site: Site, size: float) -> Any:
 
 @in_modules("norms", "the recomputed output lacks the bias", *_LAYER_NORMS)
 def _(site: Site) -> Any:
-    return recomputed_as(site, norm, lambda y, x_hat, weight, bias, *_: y - bias)
+    return recomputed_as(site, norm, lambda y, x_hat, scale, shift, *_: y - norm._rows(scale, shift)[1])
 
 
 @in_modules("norms", "the recomputed output is x_hat", *_RECOMPUTED, recipe="exact-unfolded")

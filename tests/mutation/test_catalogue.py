@@ -22,7 +22,7 @@ from tests.mutation.site import Site
 
 #: Folders that the slice of every run is planted in, and how many rows there are to one that runs.
 _FOLDERS = {("llama", "fp32"), ("bert", "bf16"), ("mixtral", "fp16")}
-_IN_FILES, _IN_MODULES = 12, 7
+_IN_FILES, _IN_MODULES = 16, 12
 #: Slices of the whole.
 _PARTS = 24
 

@@ -31,7 +31,7 @@ def step(train: Train, *settings: str) -> Step:
 @pytest.mark.parametrize(
     ("train", "keep"),
     [
-        ("full", "none"),
+        pytest.param("full", "none", marks=pytest.mark.slow),
         ("lora", "attention"),
         pytest.param("full", "attention", marks=pytest.mark.slow),
         pytest.param("lora", "none", marks=pytest.mark.slow),

@@ -43,7 +43,7 @@ def test_the_predicted_peak_is_that_of_a_real_step(pair: Pair) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_released_gradients_leave_what_they_leave_in_a_real_step(
     name: str, recipe: str | None, checkpointing: Checkpointing
 ) -> None:

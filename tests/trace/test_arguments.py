@@ -100,7 +100,7 @@ def test_inputs_that_run_on_meta_alone_are_not_taken() -> None:
     [
         (towers(), "Inputs: pixel_values"),
         (patches(), "Inputs: hidden_states 3072 x 96; others with --inputs batch.pt."),
-        (codec(), "Inputs: input_values"),
+        pytest.param(codec(), "Inputs: input_values", marks=pytest.mark.slow),
     ],
     ids=["towers", "patches", "codec"],
 )

@@ -20,7 +20,13 @@ LEAST = {"encoder": 19, "qlora": 62, "plain": 14, "diffusion": 100, "embeddings"
 LIBRARIES = {"diffusion": "diffusers", "embeddings": "sentence_transformers"}
 
 
-@pytest.mark.parametrize("name", ["full", "lora", "qlora", "encoder", "sft", "dpo", "plain", "diffusion", "embeddings"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "encoder", "sft", "dpo", "plain", "diffusion", "embeddings"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "qlora")),
+    ],
+)
 def test_an_example_trains_a_patched_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,6 +48,7 @@ def test_an_example_trains_a_patched_model(
     assert int(patched[1]) >= LEAST.get(name, 92)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_its_first_cell_to_its_last() -> None:
     model = EXAMPLES.parent / "models" / "SmolLM2-135M-Instruct"
     if not model.is_dir():

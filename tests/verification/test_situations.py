@@ -67,12 +67,17 @@ def test_nothing_lives_behind_a_step_of_a_right_checkpoint(patched):
         ("the output of a norm is off without gradients", "bert", "fp32", "training.evaluation"),
         ("a module draws random numbers", "bert", "fp32", "training.random_numbers"),
         ("a dropout has another mask in backward", "distilbert", "fp32", "training.dropout"),
-        ("a block keeps a gradient of every step", "llama", "fp32", "memory.after_backward"),
+        pytest.param(
+            *("a block keeps a gradient of every step", "llama", "fp32", "memory.after_backward"),
+            marks=pytest.mark.slow,
+        ),
         ("a block keeps its last gradient after backward", "llama", "bf16", "memory.after_backward"),
         ("a block copies its result eight times for a moment", "llama", "bf16", "memory.transient"),
         ("a norm keeps its result as an array", "bert", "fp32", "memory.arrays"),
         ("a norm keeps its input in train mode", "llama", "fp32", "memory.second_step"),
-        ("the output of a norm is off at odd lengths", "llama", "fp32", "training.steps"),
+        pytest.param(
+            *("the output of a norm is off at odd lengths", "llama", "fp32", "training.steps"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_fault_of_one_situation_is_named(fault, architecture, dtype, check):

@@ -211,6 +211,7 @@ def test_where_one_block_needs_too_much_it_runs_by_tiles_and_groups_of_heads(lon
     assert plan.recipe.model_dump()["tiles"]["method"] == "tokens"
 
 
+@pytest.mark.slow
 def test_blocks_by_tiles_are_split_into_micro_batches_too(long: Task) -> None:
     two = replace(long, training=replace(long.training, batch=2), _traces={})
     plan = choose(two, frontier_of(long).points[-1].total + (20 << 20)).plan
