@@ -117,6 +117,23 @@ def test_what_does_not_fit_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "fits in 100 MiB: the smallest found takes" in error["message"]
 
 
+@pytest.mark.parametrize("options", [("--budget", "24GiB"), ("--frontier",)])
+def test_notes_are_of_the_model_and_of_what_in_the_recipe_has_no_effect(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config("vit").save_pretrained(tmp_path)
+    line = ["report", str(tmp_path), *options, "--seq", "16", "--set", "targets=[nowhere.*]"]
+    said = (
+        "The model reads no tokens, so --seq has no effect.",
+        "Recipe 'exact-unfolded': targets 'nowhere.*' matches no norm, linear or other place of this model.",
+    )
+    assert main(line) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == list(said)
+    assert main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert tuple((found.get("plan") or found["frontier"])["notes"]) == said
+
+
 @pytest.mark.parametrize(
     ("option", "shown"), [(("--frontier",), "Memory against time"), (("--budget", "24GiB"), "fits")]
 )

@@ -112,6 +112,8 @@ class Choice:
     """Bytes of the budget that are left to the error of a prediction."""
     allocator: str = ""
     """How to lower the limit of PyTorch's allocator, if the plan fits only so."""
+    notes: tuple[str, ...] = ()
+    """What was assumed about the model and its batch, and what in the recipe has no effect."""
 
     def __str__(self) -> str:
         """The text that `memopt report --budget` prints."""
@@ -127,6 +129,7 @@ class Choice:
         for other in self.others:
             yield f"Next: {other}"
         yield f"Time: forward and backward by the rates of {self.card}, against the fastest plan without a budget."
+        yield from self.notes
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -138,6 +141,7 @@ class Choice:
             "plan": self.plan.to_dict(),
             "others": [other.to_dict() for other in self.others],
             "assumptions": [*self.assumptions, *([f"Allocator: {self.allocator}."] if self.allocator else ())],
+            "notes": list(self.notes),
         }
 
 
@@ -149,6 +153,8 @@ class Frontier:
     training: str
     card: str
     points: tuple[Plan, ...]
+    notes: tuple[str, ...] = ()
+    """As in `Choice`."""
 
     def __str__(self) -> str:
         """The text that `memopt report --frontier` prints."""
@@ -160,11 +166,12 @@ class Frontier:
         lines = [f"{self.model}: {self.training}", f"     {name}    time  plan"]
         lines += [f"{p.total / unit:8.2f} {p.extra:+7.1%}  {p.words}" for p in self.points]
         end = f"Sizes lie between two traced steps; times are by the rates of {self.card}. All plans are exact."
-        return [*lines, end]
+        return [*lines, end, *self.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
         plans = (each.to_dict() | {"recipe": dump_recipe(each.recipe)} for each in self.points)
         kept = ("words", "total_bytes", "extra_time", "exact", "recipe")
         points = [{key: plan[key] for key in kept} for plan in plans]
-        return {"model": self.model, "training": self.training, "card": self.card, "points": points}
+        said = {"model": self.model, "training": self.training, "card": self.card}
+        return {**said, "points": points, "notes": list(self.notes)}

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from memopt.environment.generators import generators_kept
 from memopt.errors import ModelError, UsageError
 from memopt.patches.base import Effect
+from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
 from memopt.prediction.cards import Card, find_card, setup_on
 from memopt.prediction.optimizers import Form
@@ -65,8 +66,10 @@ def plan_training(
     """
     rates = find_card(card or (budget if isinstance(budget, str) else _USUAL_CARD))
     setup = replace(setup or Setup(), memory=None if budget is None else _size(budget))
-    task = _task(str(request.model), step_of(request), setup, rates)
-    return frontier_of(task) if budget is None else choose(task, _size(budget), approximate=recipes_with(*allow))
+    of = step_of(request)
+    task = _task(str(request.model), of, setup, rates)
+    found = frontier_of(task) if budget is None else choose(task, _size(budget), approximate=recipes_with(*allow))
+    return replace(found, notes=(*of.notes, *make_plan(of.sites, of.rules).idle))
 
 
 def _plan_step(name: str, of: Step, budget: str | int, setup: Setup, parameters: Sequence[Parameter]) -> Choice:
