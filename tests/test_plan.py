@@ -213,34 +213,6 @@ def test_bad_settings_are_errors(setting: str, message: str) -> None:
         load_recipe("sampled", [setting])
 
 
-@pytest.mark.parametrize(
-    ("setting", "key"),
-    [
-        ("norms.fold=never", "norms.fold"),
-        ("linears.method=exact", "linears.method"),
-        ("compression.method=exact", "compression.method"),
-        ("activations.relu=output", "activations.relu"),
-    ],
-)
-def test_an_older_spelling_of_off_is_an_error_that_names_todays(setting: str, key: str) -> None:
-    with pytest.raises(RecipeError, match=rf"'{key}' cannot be '{setting.partition('=')[2]}'.*Did you mean 'none'"):
-        load_recipe("exact", [setting])
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("kept.method=int8", "unknown key 'kept'. It is 'compression' now"),
-        ("compression.rounding=nearest", r"unknown key 'compression\.rounding'"),
-        ("compression.method=int4", "Did you mean 'int8'"),
-        ("activations.code=4bit-stochastic", "Did you mean '4bit'"),
-    ],
-)
-def test_an_option_that_is_gone_is_an_error_that_names_what_is_there(setting: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        load_recipe("exact", [setting])
-
-
 def test_whatever_has_a_method_can_be_switched_off_by_the_same_word() -> None:
     recipe = load_recipe("sampled")
     keys = [key for key, rules in recipe.model_dump().items() if isinstance(rules, dict) and "method" in rules]

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import memopt
-from memopt.checkpoint.manifest import read_manifest
 from memopt.checkpoint.sources.source import open_source
 from memopt.checkpoint.writer import write_checkpoint
 from memopt.errors import ModelError
@@ -137,12 +136,3 @@ def test_the_sources_config_and_tokenizer_are_pinned(tmp_path: Path) -> None:
     assert found(out).status == "skip"
     assert "config.json, tokenizer.json changed" in found(out).detail
     assert found(out, tmp_path / "other").status == "warn"
-
-
-def test_a_manifest_without_these_digests_is_read_and_says_so(tmp_path: Path) -> None:
-    source = write_checkpoint_files(tmp_path / "model", rms_tensors(layers=1))
-    out = write_checkpoint(open_source(str(source)), rms_plan(1), tmp_path / "out").out
-    edit(out / "memopt.json", lambda document: document["source"].pop("others"))
-    assert read_manifest(out).source.others is None
-    assert found(out).status == "skip"
-    assert "has no digests" in found(out).detail

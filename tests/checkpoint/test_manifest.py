@@ -33,7 +33,7 @@ def manifest() -> Manifest:
     return Manifest(
         schema_version=1,
         memopt_version="0.1.0",
-        source=SourceRecord("some/model", "/models/x", "main", "abc", {"model.safetensors": FileRecord("0f", 10)}),
+        source=SourceRecord("some/model", "/models/x", "main", "abc", {"model.safetensors": FileRecord("0f", 10)}, {}),
         recipe=load_recipe("exact"),
         entries=(Entry("norm", "norm", "fold", "into a.weight"),),
         folds=(FoldRecord(fold, "BF16", 0.25, 1, 2, 3),),
@@ -49,24 +49,6 @@ def write(folder: Path, data: Any) -> Path:
 
 def test_a_manifest_reads_back_equal(tmp_path: Path) -> None:
     assert read_manifest(write(tmp_path, manifest().to_json())) == manifest()
-
-
-def test_a_recipe_in_the_spelling_of_an_older_version_is_read_in_todays(tmp_path: Path) -> None:
-    data = json.loads(manifest().to_json())
-    data["recipe"]["norms"]["fold"] = "never"
-    data["recipe"]["linears"]["method"] = data["recipe"]["compression"]["method"] = "exact"
-    data["recipe"]["activations"]["relu"] = "output"
-    read = read_manifest(write(tmp_path, data)).recipe
-    assert read == load_recipe("exact", ["norms.fold=none"])
-
-
-def test_options_of_an_older_version_that_are_gone_are_read_as_what_took_their_place(tmp_path: Path) -> None:
-    data = json.loads(manifest().to_json())
-    del data["recipe"]["compression"]
-    data["recipe"]["kept"] = {"method": "int4", "where": "mlp", "rounding": "nearest"}
-    data["recipe"]["activations"]["code"] = "8bit-stochastic"
-    settings = ("compression.method=int8", "compression.where=mlp", "activations.code=8bit")
-    assert read_manifest(write(tmp_path, data)).recipe == load_recipe("exact", settings)
 
 
 def test_long_channel_lists_are_stored_as_runs() -> None:

@@ -232,17 +232,6 @@ def test_a_key_that_is_not_the_manifests_fails(
     assert words in found["weights.manifest"].detail
 
 
-def test_a_folder_with_the_recipe_of_an_older_version_passes(patched: Path) -> None:
-    def older(recipe: dict[str, Any]) -> None:
-        recipe["kept"] = recipe.pop("compression") | {"rounding": "stochastic"}
-        recipe["linears"]["method"] = "exact"
-
-    rewrite(patched / "config.json", lambda config: older(config["memopt"]["recipe"]))
-    rewrite(patched / "memopt.json", lambda manifest: older(manifest["recipe"]))
-    forge(patched, "config.json")
-    assert failed(patched) == {}
-
-
 def test_an_output_may_change_only_where_a_fold_of_the_recipe_changes_it(folders: Path) -> None:
     reaches = tuple(Reach("model output", name, "", auxiliary=True) for name in ("hidden", "logits"))
     sites = plan_of([rms_norm(0, reaches=reaches), rms_norm(1)]).sites

@@ -21,7 +21,7 @@ from memopt.checkpoint.sources.source import MANIFEST, sha256
 from memopt.environment.files import MAX_JSON_BYTES, once, parse_json, read_small
 from memopt.errors import ModelError
 from memopt.patches.base import Entry
-from memopt.plan.recipe import Recipe, modernised
+from memopt.plan.recipe import Recipe
 
 SCHEMA_VERSION = 1
 CONFIG_KEY = "memopt"
@@ -48,8 +48,8 @@ class SourceRecord:
     commit: str | None
     files: dict[str, FileRecord]
     """Weight files that were read."""
-    others: dict[str, FileRecord] | None = None
-    """config.json and every file that was copied, tokenizer and code among them; None if an older memopt wrote it."""
+    others: dict[str, FileRecord]
+    """config.json and every file that was copied, tokenizer and code among them."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,6 @@ class Manifest:
             record["fold"] = fold_to_dict(written.fold)
         if not self.emitted:
             del data["emitted"]
-        if self.source.others is None:
-            del data["source"]["others"]
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -161,12 +159,9 @@ def read_manifest(folder: Path) -> Manifest:
         if version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version!r}")
         if outside := [
-            n
-            for n in (*data["files"], *data["source"]["files"], *data["source"].get("others", ()))
-            if not _is_inside(n)
+            n for n in (*data["files"], *data["source"]["files"], *data["source"]["others"]) if not _is_inside(n)
         ]:
             raise ValueError(f"{outside[0][:80]!r} is no file inside a folder")
-        data["recipe"] = modernised(data["recipe"])
         for record in data["folds"]:
             for consumer in record["fold"]["consumers"]:
                 consumer["channels"] = _from_runs(consumer["channels"])

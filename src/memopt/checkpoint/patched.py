@@ -20,7 +20,7 @@ from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, fold_to_dict, read_
 from memopt.checkpoint.sources.source import MANIFEST, read_config
 from memopt.environment.files import ADAPTER_CONFIG, refuse_adapter
 from memopt.errors import ModelError
-from memopt.plan.recipe import Recipe, modernised
+from memopt.plan.recipe import Recipe
 
 KEY_SCHEMA_VERSION = 2
 
@@ -158,7 +158,7 @@ def _parse(folder: Path, value: Any) -> tuple[ConfigKey, Recipe]:
         key = TypeAdapter(ConfigKey).validate_json(json.dumps(value), strict=True)
         if key.schema_version != KEY_SCHEMA_VERSION:
             raise ValueError(f"schema_version is {key.schema_version}")
-        return key, Recipe.model_validate_json(json.dumps(modernised(key.recipe)))
+        return key, Recipe.model_validate_json(json.dumps(key.recipe))
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

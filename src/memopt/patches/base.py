@@ -58,11 +58,6 @@ class Rules(Strict):
 
     key: ClassVar[str]
     """The recipe key that holds these rules."""
-    #: Field -> old value -> today's value, for memopt.json files of older versions.
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    #: The old name of the key, and removed fields, in memopt.json files of older versions.
-    old_key: ClassVar[str] = ""
-    old_fields: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def is_off(self) -> bool:

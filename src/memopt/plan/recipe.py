@@ -135,25 +135,6 @@ def dump_recipe(recipe: Recipe) -> str:
     return text
 
 
-def modernised(data: dict[str, Any]) -> dict[str, Any]:
-    """A recipe that an older memopt wrote, in today's spelling."""
-    result = dict(data)
-    for key, rules in _rules_of_patches():
-        if rules.old_key in result and key not in result:
-            result[key] = result.pop(rules.old_key)
-        values = result.get(key)
-        if isinstance(values, dict):
-            result[key] = {
-                field: _today(rules, field, value) for field, value in values.items() if field not in rules.old_fields
-            }
-    return result
-
-
-def _today(rules: type[Rules], field: str, value: Any) -> Any:
-    """Today's spelling of a field's value."""
-    return rules.old_spellings.get(field, {}).get(value, value) if isinstance(value, str) else value
-
-
 def _locate(source: str) -> Path:
     recipes = shipped()
     if source in recipes:
@@ -199,14 +180,10 @@ def _explain(error: ValidationError, source: str) -> str:
     place = _field(first["loc"])
     where = ".".join(place)
     if first["type"] == "extra_forbidden":
-        renamed = next((key for key, rules in _rules_of_patches() if rules.old_key == where), None)
-        hint = f"It is '{renamed}' now." if renamed else _suggest(str(first["loc"][-1]), _known_keys(first["loc"][:-1]))
+        hint = _suggest(str(first["loc"][-1]), _known_keys(first["loc"][:-1]))
         return f"Recipe '{source}': unknown key '{where}'. {hint}"
     if allowed := _allowed([first, *(each for each in others if _field(each["loc"]) == place)]):
-        value, rules = first["input"], dict(_rules_of_patches()).get(place[0], Rules)
-        new = _today(rules, place[-1], value)
-        hint = f" Did you mean '{new}'?" if new != value else ""
-        return f"Recipe '{source}': '{where}' cannot be '{value}'. Expected {allowed}.{hint}"
+        return f"Recipe '{source}': '{where}' cannot be '{first['input']}'. Expected {allowed}."
     return f"Recipe '{source}': '{where}': {first['msg']}."
 
 

@@ -27,7 +27,6 @@ from memopt.errors import ModelError, first_of
 from memopt.patches.checks import Check, Level, Status, skipped
 from memopt.patches.registry import rows
 from memopt.plan.plan import Plan
-from memopt.plan.recipe import modernised
 from memopt.verification.models import Pair
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config
@@ -218,9 +217,7 @@ def _key_errors(manifest: Manifest, config: Mapping[str, Any], source: Checkpoin
     expected = config_key(
         record.model, record.path, record.commit, manifest.recipe, folds, affines, manifest.memopt_version
     )
-    recipe = key.get("recipe")
-    written = key | {"recipe": modernised(recipe)} if isinstance(recipe, dict) else key
-    for where, what in differences(expected, written):
+    for where, what in differences(expected, key):
         yield f"config.json contradicts memopt.json: {_phrase((CONFIG_KEY, *where), what)}"
 
 

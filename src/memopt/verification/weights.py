@@ -168,14 +168,12 @@ def _check_others(manifest: Manifest, source: CheckpointSource | None, *, given:
     """The check that config, tokenizer and other files of the source are unchanged since the patch."""
     if source is None:
         return
-    status: Status = "skip"
-    detail, pinned = f"{MANIFEST} of memopt {manifest.memopt_version} has no digests of them", manifest.source.others
-    if pinned is not None:
-        wrong = _changed(source, pinned, {})
-        status = "pass" if not wrong else "warn" if given else "skip"
-        detail = f"{first_of(wrong)} changed since the patch" + ("" if given else ": give the original with --against")
-    detail = "" if status == "pass" else detail
-    yield _check("source_files", "the source's config and other files", status, n=len(pinned or ()), detail=detail)
+    pinned = manifest.source.others
+    wrong = _changed(source, pinned, {})
+    status: Status = "pass" if not wrong else "warn" if given else "skip"
+    remedy = "" if given else ": give the original with --against"
+    detail = f"{first_of(wrong)} changed since the patch{remedy}" if wrong else ""
+    yield _check("source_files", "the source's config and other files", status, n=len(pinned), detail=detail)
 
 
 def _check_layout(source: CheckpointSource, patched: CheckpointSource) -> Check:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, OFF, Effect, InScopes, Live, Patch, PlanView, RecipeView, Rows, Rules
 from memopt.patches.capabilities import Checks, Output, Saves, Trial
@@ -35,11 +35,6 @@ class ActivationRules(Rules):
     """``needed``: save a code only if nothing saves the output; otherwise recomputing saves as much and is exact."""
     relu: Literal["none", "mask"] = "none"
     """``mask``: a ReLU saves one bit an element if nothing else saves its output. This is exact."""
-
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "relu": {"output": OFF},
-        "code": {"4bit-stochastic": "4bit", "8bit-stochastic": "8bit"},
-    }
 
     @property
     def effect(self) -> Effect:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Literal
 
 from memopt.patches.base import OFF, Effect, InScopes, Patch, PlanView, RecipeView, Rules
 from memopt.patches.capabilities import Checks, Trial
@@ -22,10 +22,6 @@ class CompressionRules(Rules):
     """``int8``: a byte for each element, a minimum and a step for each 128; rounded at random, without bias."""
     where: Literal["block", "mlp"] = "block"
     """``block``: all such tensors of the repeated blocks; ``mlp``: only such tensors of MLPs that are modules."""
-
-    old_key: ClassVar[str] = "kept"
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF, "int4": "int8"}}
-    old_fields: ClassVar[frozenset[str]] = frozenset({"rounding"})
 
     @property
     def effect(self) -> Effect:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, OFF, InScopes, Live, Patch, PlanView, Rows, Rules
 from memopt.patches.capabilities import Checks, Output, Saves
@@ -26,8 +26,6 @@ class NormRules(Rules):
     hidden_states: Literal["keep", "change"] = "keep"
     """``change``: also fold if that changes a hidden state that the model or an inner model returns; logits never
     change."""
-
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"fold": {"never": OFF}}
 
     @property
     def folds(self) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,8 +19,6 @@ class SampledLinearRules(LinearRules):
     """Part of the rows that is kept."""
     targets: Annotated[Literal["auto"] | tuple[str, ...], one_or_more("auto")] = "auto"
     """Names of linears (shell wildcards) to sample; ``auto``: all. Linears whose sample frees nothing stay exact."""
-
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}
 
     @property
     def is_off(self) -> bool:
