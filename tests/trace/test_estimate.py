@@ -160,6 +160,14 @@ def test_a_mask_that_is_not_skipped_has_a_row_for_each_of_the_batch() -> None:
     assert traced_one.untyped_storage().nbytes() == real.untyped_storage().nbytes() == 2 * 24 * 24
 
 
+def test_positions_that_a_model_makes_itself_are_of_rows_that_are_not_packed() -> None:
+    packed = torch.tensor([[0, 1, 2, 0, 1]])
+    with FakeTensorMode(), unpadded_masks():
+        assert masking_utils.find_packed_sequence_indices(torch.arange(5)[None] + 1) is None
+    with unpadded_masks():
+        assert masking_utils.find_packed_sequence_indices(packed).tolist() == [[0, 0, 0, 1, 1]]
+
+
 def test_checkpointing_keeps_one_unit_a_block() -> None:
     counted = traced("llama", checkpointing="full")
     assert set(counted.per_block().values()) == {counted.unit}

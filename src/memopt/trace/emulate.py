@@ -20,7 +20,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from memopt.kernels.base.device import launches_emulated
-from memopt.torch_compat import TracingMode, known_values, tree_map
+from memopt.torch_compat import FakeTensor, TracingMode, known_values, tree_map
 
 _MAX_FLASH_HEAD = 256
 _DROPOUT: frozenset[Any] = frozenset({F.dropout, torch.dropout})
@@ -95,22 +95,28 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: A
 
 @contextlib.contextmanager
 def unpadded_masks() -> Iterator[None]:
-    """Inside, transformers skips the masks that it skips for a batch without padding.
+    """Inside, transformers skips the masks that it skips for a batch without padding and without packed rows.
 
-    In a trace, transformers itself skips no mask, because it cannot read the mask to look for padding.
+    In a trace, transformers itself skips no mask, because it cannot read masks and positions to look for those.
     """
     ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
     # transformers may read a mask whose values are known. The first releases of transformers 5 have no `is_tracing`.
     masking: Any = masking_utils
-    stock = getattr(masking, "is_tracing", None)
+    stock, packed = getattr(masking, "is_tracing", None), masking.find_packed_sequence_indices
     if stock is not None:
         masking.is_tracing = lambda tensor=None: known_values(tensor) is None and stock(tensor)
+    masking.find_packed_sequence_indices = lambda positions: packed(positions) if _has_values(positions) else None
     try:
         yield
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # the override alone
+        masking.find_packed_sequence_indices = packed
         if stock is not None:
             masking.is_tracing = stock
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) or known_values(tensor) is not None
 
 
 def _mask(
