@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.saved import RecomputeScope
+from memopt.torch_compat import FakeTensorMode, storage_id
 
 
 def kept_shapes(run) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -17,7 +18,7 @@ def kept_shapes(run) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
     def pack(tensor: Tensor) -> Tensor:
         if not tensor.is_leaf:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
+            kept[storage_id(tensor.untyped_storage())] = tensor.detach()
         return tensor.detach()
 
     def unpack(tensor: Tensor) -> Tensor:
@@ -96,6 +97,27 @@ def test_a_batch_norms_output_is_recomputed_by_the_statistics_of_the_forward(dty
             a, b, rtol=8 * torch.finfo(dtype).eps, atol=float(b.abs().max()) * 8 * torch.finfo(dtype).eps
         )
     assert kept_shapes(run).count(((3, 4, 5, 5), dtype)) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_trace_keeps_the_copies_of_a_batch_norms_output_that_a_real_forward_keeps(training):
+    """In train mode they are recomputed with other roundings, and a copy is recomputed only if it is the same."""
+
+    def kept() -> list[tuple[tuple[int, ...], torch.dtype]]:
+        torch.manual_seed(0)
+        norm, x = torch.nn.BatchNorm1d(48).train(training), torch.randn(2, 32, 8, requires_grad=True)
+
+        def run() -> Tensor:
+            y = norm((x @ torch.randn(8, 48, requires_grad=True)).flatten(0, 1)).view(2, 32, 2, 24)
+            query, key, value = y.split(8, dim=3)
+            scores = query.permute(0, 2, 1, 3) @ key.permute(0, 2, 3, 1)
+            return (scores @ value.permute(0, 2, 1, 3)).square().sum()
+
+        return kept_shapes(run)
+
+    real = kept()
+    with FakeTensorMode():
+        assert kept() == real
 
 
 def test_a_batch_norms_output_is_kept_where_its_bias_is_frozen_or_it_was_changed():

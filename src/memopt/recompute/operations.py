@@ -72,6 +72,11 @@ def at_hand(packed: Any) -> Tensor | None:
     return tensor if isinstance(tensor, Tensor) else None
 
 
+def rounds_anew(node: Node) -> bool:
+    """Whether a recomputed output of `node` differs from the output by rounding: of a batch norm in train mode."""
+    return node.name() in BATCH_NORMS and bool(saved(node, "training"))
+
+
 def _batch_normalised(node: Node) -> Tensor:
     """The output, by the statistics that the forward used: of the batch, or in eval mode the running ones."""
     x, eps = saved(node, "input"), saved(node, BATCH_NORMS[node.name()])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memopt.recompute.expression import Expression, Step, after
 from memopt.recompute.graph import reads_parts, repeated_from
+from memopt.recompute.operations import rounds_anew
 from memopt.recompute.rules import Node
 from memopt.recompute.specs import Recomputed, recomputed_of
 from memopt.recompute.steps import padded
@@ -92,10 +93,11 @@ class Handle:
         return self._shared is not None and self._shared.readers > 0
 
     def gives(self, base: Tensor) -> bool:
-        """Whether the recomputed tensor equals `base` bit by bit; this synchronises with the device. True for fake and
-        meta tensors, which have no values; false while a CUDA graph is captured."""
+        """Whether the recomputed tensor equals `base` bit by bit; this synchronises with the device. Of fake and meta
+        tensors, which have no values: unless a recomputed first step rounds anew. False while a CUDA graph is captured.
+        """
         if isinstance(base, FakeTensor) or base.device.type == "meta":
-            return True
+            return not rounds_anew(self._expression.node)
         if base.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
         try:
