@@ -58,8 +58,8 @@ def _(site: Site) -> Any:
 
 @in_modules("activations", "the output is scaled", *_COMPOSED, sized=True)
 def _(site: Site, size: float) -> Any:
-    def change(stock: Any, z: Tensor, function: Any, *rest: Any) -> Tensor:
-        y: Tensor = stock(z, lambda t: function(t) * (1 + size), *rest)
+    def change(stock: Any, z: Tensor, function: Any, *rest: Any, **options: Any) -> Tensor:
+        y: Tensor = stock(z, lambda t: function(t) * (1 + size), *rest, **options)
         return y
 
     return changed_at(site, activation_module, "recomputed_activation", change)

@@ -19,10 +19,11 @@ from tests.mutation.folders import Copy, Workshop, workshop
 from tests.mutation.norm_faults import norm_forward
 from tests.mutation.planted import FAULTS, Fault
 from tests.mutation.site import Site
+from tests.zoo.share import share
 
-#: Folders that the slice of every run is planted in, and how many rows there are to one that runs.
+#: Folders that a run's slice of the rows is planted in, and in how many days all of their rows have run.
 _FOLDERS = {("llama", "fp32"), ("bert", "bf16"), ("mixtral", "fp16")}
-_IN_FILES, _IN_MODULES = 16, 12
+_IN_FILES, _IN_MODULES = 15, 12
 #: Slices of the whole.
 _PARTS = 24
 
@@ -37,7 +38,8 @@ def some() -> list[Row]:
     here = [row for row in rows() if (row.architecture, row.dtype) in _FOLDERS and row.fault.recipe == "exact"]
     in_files = [row for row in here if row.fault.damage is not None]
     in_modules = [row for row in here if row.fault.plant is not None]
-    return in_files[::_IN_FILES] + in_modules[::_IN_MODULES]
+    day, _ = share()
+    return in_files[day % _IN_FILES :: _IN_FILES] + in_modules[day % _IN_MODULES :: _IN_MODULES]
 
 
 @pytest.mark.parametrize("row", some(), ids=str)

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from memopt.pipeline import patch_checkpoint
+from memopt.verification.inputs import Probes
 from memopt.verification.run import verify
-from memopt.verification.situations import SITUATIONS, Situation, without_dropout
+from memopt.verification.situations import LONG, SITUATIONS, Situation, batches, without_dropout
 from tests.factories import tiny_model
 from tests.mutation.catalogue import Row, run
 from tests.mutation.folders import workshop
@@ -36,6 +37,14 @@ def test_the_situations_hold_every_pair_but_outliers_in_16_bits():
             if (one, other) == ("precision", "outliers")
             else not missing
         )
+
+
+def test_in_16_bits_the_long_rows_are_so_many_that_norms_compute_in_parts():
+    model, ids = tiny_model("llama"), torch.arange(16)[None]
+    probes = Probes(({"input_ids": ids},), ({"labels": ids},), "tokens")
+    long = next(each for each in SITUATIONS if (each.precision, each.tokens) == ("bf16", LONG))
+    (made, *_) = batches(model, probes, long)
+    assert made["input_ids"].numel() * model.config.hidden_size >= 2**18
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ Backward = Literal["once", "second", "twice"]
 
 SHORT, LONG = 24, 265
 """Tokens in a row: an even number and an odd one, longer than any call of the walk."""
-#: Elements from which 16-bit tensors are computed in parts (`memopt.kernels.base.pieces`); most tokens of a batch.
+#: Elements from which 16-bit tensors are computed in parts (`memopt.kernels.base.pieces`); tokens of the largest batch.
 _LARGE, _MOST_TOKENS = 2**18, 4096
 #: Every 29th row of each matrix is scaled by 64, a power of two, so that undoing it is exact.
 _EVERY, _FACTOR = 29, 64.0
@@ -83,7 +83,7 @@ def batches(model: nn.Module, probes: Probes, situation: Situation) -> list[dict
     """The batches of a situation, with labels, made from the batch of `probes`; no row exceeds the model's context."""
     rows, tokens = situation.rows, min(situation.tokens, _longest(model))
     if situation.precision == "bf16" and situation.tokens == LONG:
-        rows = max(rows, min(_LARGE // (_width(model) * tokens) + 1, _MOST_TOKENS // tokens))
+        rows = max(rows, min(_LARGE // (_width(model) * tokens) + 1, -(-_MOST_TOKENS // tokens)))
     count = 2 if situation.backward == "second" else 1
     made = (_batch(probes, rows, tokens, seed) for seed in range(count))
     return [_padded(model, each) if situation.padded else each for each in made]
