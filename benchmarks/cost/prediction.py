@@ -3,7 +3,7 @@
     python -m benchmarks.prediction                            print the table (about 20 s a pair)
     python -m benchmarks.prediction --only "llama, lora"       pairs whose name contains the text
     python -m benchmarks.prediction --check                    and exit 1 where a prediction is off by too much
-    python -m benchmarks.prediction --zoo [--types bert t5]    saved bytes of small models of every type instead
+    python -m benchmarks.prediction --zoo [--types bert t5]    saved bytes and peaks of small models instead
 
 Setting: CPU, fp32 weights (or as the name says), AdamW, 4 x 128 tokens, the structure and the depth of real models at a
 width of 64. `predicted` comes from the config alone. `live` is the most bytes of live storages over the second step of
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help=f"exit 1 where a prediction is off by more than {100 * LIMIT} %%"
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="only pairs whose name contains TEXT")
-    parser.add_argument("--zoo", action="store_true", help="compare what a forward of every model type saves instead")
+    parser.add_argument("--zoo", action="store_true", help="compare steps of every model type instead")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="of --zoo: these model types alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers with versions to FILE")
     arguments = parser.parse_args(argv)
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def zoo(types: Sequence[str], *, check: bool) -> int:
-    """Saved bytes of these types, predicted and real; prints those that differ or cannot be compared, and the sums."""
+    """Saved bytes and peaks of these types, predicted and real: those that differ or cannot be compared, and sums."""
     counts: Counter[str] = Counter()
     for row in (row for each in types for row in compare(each)):
         found = "equal" if row.equal else "left out" if row.left_out else "different"
@@ -207,7 +207,8 @@ def zoo(types: Sequence[str], *, check: bool) -> int:
         if not row.equal:
             said = row.left_out or "; ".join(row.differences[:4])
             name = f"{row.model_type}, {'patched' if row.patched else 'stock'}"
-            print(f"{name}: {found}, {row.predicted} predicted, {row.saved} saved: {said}", flush=True)
+            peaks = f"peak {row.predicted_peak} predicted, {row.peak} real"
+            print(f"{name}: {found}, {row.predicted} predicted, {row.saved} saved, {peaks}: {said}", flush=True)
     print(", ".join(f"{count} {found}" for found, count in counts.items()))
     return EXIT_SHORT if check and counts["different"] else EXIT_OK
 

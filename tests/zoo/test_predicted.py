@@ -1,4 +1,4 @@
-"""What a forward saves is predicted storage by storage, for every model type that runs: 0 bytes of difference.
+"""What a forward saves is predicted storage by storage, and a step's peak, for every model type that runs.
 
 A few types run in `make test`, others each day (`tests.zoo.share`), all of them in `make test-all`; the same by hand is
 `python -m benchmarks.prediction --zoo`.
@@ -24,13 +24,19 @@ SAMPLE = [*filter(is_quick, types_of_share(_RUNS, share()[0], is_quick)[::9]), "
 @pytest.mark.parametrize(
     "model_type", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in _RUNS]
 )
-def test_saved_bytes_are_predicted(model_type: str) -> None:
+def test_saved_bytes_and_peaks_are_predicted(model_type: str) -> None:
     rows = list(compare(model_type))
     if rows[-1].left_out:
         pytest.skip(rows[-1].left_out)
     assert [row.patched for row in rows] == [False, True]
     for row in rows:
         assert row.equal, row
+
+
+def test_a_peak_that_is_off_is_noticed() -> None:
+    row = next(compare("bert"))
+    assert row.equal
+    assert not replace(row, predicted_peak=round(1.02 * row.peak)).equal
 
 
 def test_a_storage_that_is_not_predicted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
