@@ -178,7 +178,7 @@ def test_a_frozen_weight_is_left_alone() -> None:
     x = given().requires_grad_()
     with RecomputeScope():
         y = patched(x * 1)
-    assert y.grad_fn.name() == "ViewBackward0" or "Addmm" in y.grad_fn.name()
+    assert any(name in y.grad_fn.name() for name in ("ViewBackward0", "Addmm"))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

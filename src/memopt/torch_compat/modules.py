@@ -178,11 +178,12 @@ def checkpointed_call() -> tuple[Any, bool] | None:
 
 def calls_of_checkpointing() -> int:
     """How many functions of PyTorch's activation checkpointing are running in this thread."""
-    count = 0
+    count, was_inside = 0, False
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        count += frame.f_globals.get("__name__") == checkpoint.__name__
-        frame = frame.f_back
+        is_inside = frame.f_globals.get("__name__") == checkpoint.__name__
+        count += is_inside and not was_inside  # PyTorch 2.15 has two frames of a call, one in the other
+        frame, was_inside = frame.f_back, is_inside
     return count
 
 
