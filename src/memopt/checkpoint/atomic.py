@@ -57,12 +57,16 @@ class Notes(list[str]):
 
 @contextmanager
 def staged(out: Path, *, force: bool | None, note: Note) -> Iterator[Path]:
-    """A temporary folder that becomes `out` when the block ends, and is removed when it fails. `force` replaces a
-    non-empty target (`memopt.checkpoint.target.check_target`); None if the command has no --force.
+    """A temporary folder that becomes `out` when the block ends, and is removed when it fails.
 
-    `note` gets a sentence when leftovers of an interrupted run are restored or removed, when something cannot be
-    removed, and when an interrupt ends the block. Raises an OutputError if the folder cannot be created, filled or
-    renamed, or holds files that memopt did not write.
+    Args:
+        out: target folder; see :func:`memopt.checkpoint.target.check_target`.
+        force: replace a non-empty target; None if the command has no --force.
+        note: called with a sentence when leftovers of an interrupted run are restored or removed, when something
+            cannot be removed, and when an interrupt ends the block.
+
+    Raises:
+        OutputError: the folder cannot be created, filled or renamed, or holds files that memopt did not write.
     """
     stage: _Stage | None = None
     written, clean = False, True

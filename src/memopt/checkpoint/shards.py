@@ -49,9 +49,16 @@ class WrittenShard:
 def write_shard(
     source: CheckpointSource, shard: Shard, operations: Mapping[str, Operation], path: Path, advance: Advance
 ) -> WrittenShard:
-    """Write `shard` of `source` to `path` with the `operations` on its tensors applied. `advance` gets the number of
-    bytes written since the last call, and may raise to stop. Raises a ModelError if the source cannot be read, and an
-    OSError if the file cannot be written."""
+    """Write `shard` of `source` to `path` with `operations` applied.
+
+    Args:
+        operations: tensor name -> operation; other names than the shard's are ignored.
+        advance: called with the number of bytes written since the last call; may raise to stop.
+
+    Raises:
+        ModelError: the source cannot be read.
+        OSError: the file cannot be written.
+    """
     changes: dict[str, RangeChanges] = {}
     as_is = source.weights.copies_as_is
     with open(path, "xb", buffering=0) as file:

@@ -73,11 +73,16 @@ def restrict(path: Path, origin: Path) -> None:
 
 
 def files_to_replace(out: Path, force: bool | None, state: str, *, all_digests: bool) -> Files | None:
-    """The files of `out` that memopt wrote and that may be replaced by `force` (None if the command has no --force);
-    None if there are none. With `all_digests` those of small files are not enough.
+    """The files of `out` that memopt wrote and that may be replaced; None if there are none.
 
-    Raises an OutputError, which names the `state` of the folder, if the files may not be replaced, memopt did not write
-    the folder, or a file in it is not in its memopt.json or was changed.
+    Args:
+        force: whether they may be replaced; None if the command has no --force.
+        state: words for a folder that is not empty, in the error message.
+        all_digests: compare the digests of all files, and not of small ones only.
+
+    Raises:
+        OutputError: the files may not be replaced, memopt did not write the folder, or a file in it is not in its
+            memopt.json or was changed.
     """
     if not (out.is_dir() and any(out.iterdir())):
         return None

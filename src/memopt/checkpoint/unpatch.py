@@ -30,9 +30,14 @@ def write_unpatched(
 ) -> Unfolded:
     """Write the stock form of `patched` to the folder `out`; all of it or nothing.
 
-    `folds` are all folds, by the names of the tensors of `original`, from which `patched` was made; needed if there are
-    folds. `progress` gets (bytes done, bytes to do), `note` each sentence that a user should read. Raises an
-    OutputError if `out` cannot be used or written.
+    Args:
+        original: the model that `patched` was made from; needed if there are folds.
+        folds: all folds of `patched`, with the names of the original's tensors.
+        progress: called with (bytes done, bytes to do).
+        note: called with each sentence that a user should read.
+
+    Raises:
+        OutputError: `out` cannot be used or written.
     """
     out = check_target(out, patched.root, force=None)
     if original is not None:

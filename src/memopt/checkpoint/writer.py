@@ -70,10 +70,16 @@ def write_checkpoint(
 ) -> WriteResult:
     """Write `source` to the folder `out` with the folds of `plan` applied; all of it or nothing.
 
-    `force` replaces an `out` that memopt wrote and that nobody changed. The manifest gets `inputs`, the batch that the
-    walk ran with; `emitted` (name -> content) are files for training engines. `progress` gets (bytes written, bytes to
-    write), `note` each sentence that a user should read. Raises an OutputError if `out` cannot be used or written, or
-    the source has a file with the name of an added file, and a NegativeVerdict if the source is patched.
+    Args:
+        force: replace an `out` that memopt wrote and that nobody changed.
+        inputs: the batch that the walk ran with, for the manifest.
+        emitted: files to add, for training engines: name -> content.
+        progress: called with (bytes written, bytes to write).
+        note: called with each sentence that a user should read.
+
+    Raises:
+        OutputError: `out` cannot be used or written, or the source has a file with the name of an added file.
+        NegativeVerdict: the source is a patched checkpoint.
     """
     added = dict(emitted or {})
     if taken := sorted(added.keys() & {*source.side_files, *source.left_out}):

@@ -36,9 +36,16 @@ _asked: dict[str, tuple[float, bool]] = {}
 
 
 def from_hub(model: str, revision: str | None, what: str, download: Callable[..., str]) -> Path:
-    """The path that `download` returns; it has the argument `local_files_only` of the hub's functions. `what` names the
-    files in words. Raises a ModelError that says which: the id, the revision or the file does not exist, is gated, or
-    cannot be reached."""
+    """The path that `download` returns; it has the argument `local_files_only` of the hub's functions.
+
+    Args:
+        model: a hub id, ``name`` or ``organisation/name``.
+        revision: branch, tag or commit.
+        what: the file or files that are fetched, in words.
+
+    Raises:
+        ModelError: the id, the revision or the file does not exist, is gated, or cannot be reached; says which.
+    """
     at = f" at revision '{revision}'" if revision else ""
     page = f"{constants.ENDPOINT}/{model}"
     try:

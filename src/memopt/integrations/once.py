@@ -46,8 +46,13 @@ class Patching:
         run: Callable[[], Run] | None = None,
         say: bool = True,
     ) -> None:
-        """Patch `model` and log it if `say`; a model that is already patched is not changed. `batch`, `seq` and `run`,
-        which gives how the trainer runs its steps, are the trainer's, for a `budget` without sizes."""
+        """Patch `model` and log it; a model that is already patched is not changed.
+
+        Args:
+            batch, seq: the trainer's sizes, for `budget`, where this object has none.
+            run: gives how the trainer runs its steps; called for a `budget`.
+            say: whether this process logs.
+        """
         check_is_module(model)
         before = summary(model)
         with contextlib.nullcontext() if say else _silent():

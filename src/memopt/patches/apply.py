@@ -28,10 +28,12 @@ class Applied:
 
 
 def apply(model: nn.Module, plan: PlanView, *, folded: Collection[str] = ()) -> Applied:
-    """Rewrite the modules of `model`, which `plan.sites` describes, in place and reversibly; weights are not changed.
+    """Rewrite the modules of `model` as `plan` says, in place and reversibly; weights are not changed.
 
-    Norms that the plan folds are only shared here, because folds change checkpoints. `folded` names norms whose affine
-    is already folded into other weights of `model`.
+    Args:
+        model: the model that `plan.sites` describes (same module names).
+        plan: the rewrites. Norms that it folds are only shared here, because folds change checkpoints.
+        folded: names of norms whose affine is already folded into other weights of `model`.
     """
     every = {patch: patch.scope(plan) for patch in patches()}
     live = Live(model, dict(model.named_modules()), plan, folded, choose_scopes(plan, [*every.values()]))

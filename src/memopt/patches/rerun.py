@@ -326,9 +326,13 @@ class Around:
 
     @contextmanager
     def again(self, x: Tensor, random: tuple[Tensor, ...], why: str) -> Iterator[None]:
-        """Inside, the conditions of that forward hold. `x` is a tensor on its device; `random` has the states of the
-        generators before it, and is empty if it drew no number. `why` is as in :meth:`Held.lent`, which raises the
-        errors."""
+        """Inside, the conditions of that forward hold.
+
+        Args:
+            x: a tensor on the forward's device.
+            random: states of the generators before the forward; empty if it drew no random number.
+            why: as in :meth:`Held.lent`, which raises the errors.
+        """
         lent = self.held.lent(self.module, why)
         with (
             autocast_as(self.autocast, x),

@@ -34,9 +34,13 @@ class Settings:
 
 
 def tell_weight(value: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Let readers of `value` (experts, rows, columns), the sum that a forward reads, recompute it from the leaf
-    `weight` in it, of equal shape and dtype (:func:`adds`). False if `value` is no sum of a batched product and a leaf.
-    `settings` counts the changes of `weight` that left its values as they were."""
+    """Let readers of `value` recompute it from `weight`; False if `value` is no sum of a batched product and a leaf.
+
+    Args:
+        value: (experts, rows, columns), the sum that a forward reads.
+        weight: the leaf of equal shape and dtype in this sum; :func:`adds` has checked that.
+        settings: counts the changes of `weight` that left its values as they were.
+    """
     node: Node = value.grad_fn
     if node is None or node.name() != _SUM or _SUM not in RULES or value._version:
         return False

@@ -56,8 +56,14 @@ class Worst:
 def verify_modules(
     model: nn.Module, probes: Probes, truth: Step, traces: Traces, dtype: torch.dtype, reference: str
 ) -> Iterator[Check]:
-    """Two checks: all modules together, and each norm and activation alone. `model` is patched, in `dtype`; `truth` is
-    the step of stock modules in `reference`, in words; `traces` has their sizes, by :func:`traced`."""
+    """Two checks: all modules together, and each norm and activation alone.
+
+    Args:
+        model: patched, in `dtype`.
+        truth: the step of stock modules in `dtype`.
+        traces: the sizes that :func:`traced` recorded for stock modules.
+        reference: a description of `truth` in words.
+    """
     with precise(dtype):
         worst = compare_steps(training_step(model, probes, dtype), truth)
     # Listed after a run, since blocks patch the linears inside when they run.

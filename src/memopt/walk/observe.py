@@ -278,11 +278,16 @@ reached them), for example {unknown[0]}"
 def find_blocks(
     model: nn.Module, norms: Collection[str], linears: Collection[str], visited: Iterable[str]
 ) -> tuple[str, ...]:
-    """Names of the blocks in the order in which they first ran (`visited`); blocks that never ran come last.
+    """Names of the blocks in the order in which they first ran; blocks that never ran come last.
 
-    Blocks are the children of a list in which each child holds one of `norms` and one of `linears` (in a model without
-    norms: two linears). Of nested lists with children of one type, the innermost counts. A list with children of
-    several types counts if no list of one type is above or inside it; of nested mixed lists, the outermost counts.
+    Blocks are the children of a list in which each child holds a norm and a linear (in a model without norms: two
+    linears). Of nested lists with children of one type, the innermost counts. A list with children of several types
+    counts if no list of one type is above or inside it; of nested mixed lists, the outermost counts.
+
+    Args:
+        norms: names of norm modules.
+        linears: names of modules that run a contraction with a parameter.
+        visited: names of modules in the order in which they first ran.
     """
     lists = list(_lists(model, norms, linears))
     uniform = [(name, children) for name, children, one_type in lists if one_type]

@@ -24,9 +24,17 @@ OTHER_WEIGHTS = (
 
 
 def locate(model: str, *, revision: str | None = None, allow_pickle: bool = False, weights: bool = True) -> Path:
-    """Folder of `model`, downloaded first if it is a hub id. `weights` False fetches the configuration, code and index
-    only; `allow_pickle` also fetches ``pytorch_model*.bin``. Raises a ModelError if the model exists neither here nor
-    on the hub, is gated, or cannot be reached."""
+    """Folder of `model`, downloaded first if it is a hub id.
+
+    Args:
+        model: a local folder or a hub id (``name`` or ``organisation/name``).
+        revision: branch, tag or commit; hub ids only.
+        allow_pickle: also fetch ``pytorch_model*.bin``.
+        weights: False fetches the configuration, code and index only.
+
+    Raises:
+        ModelError: the model exists neither here nor on the hub, is gated, or cannot be reached.
+    """
     folder = model_folder(model, revision)
     if folder is not None:
         return folder.resolve()

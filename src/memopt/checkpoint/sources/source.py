@@ -104,9 +104,17 @@ class CheckpointSource:
 def open_source(
     model: str, *, revision: str | None = None, allow_pickle: bool = False, weights: bool = True
 ) -> CheckpointSource:
-    """Open the checkpoint of a local folder or hub id; `weights` False downloads none, and the source may have no
-    shards. `allow_pickle` reads ``pytorch_model*.bin`` (with ``weights_only=True``) when there is no safetensors file.
-    Raises a ModelError if nothing is found, a file is missing or damaged, or there is no safetensors file."""
+    """Open the checkpoint of a local folder or hub id.
+
+    Args:
+        model: a local folder or a hub id.
+        revision: branch, tag or commit; hub ids only.
+        allow_pickle: read ``pytorch_model*.bin`` (with ``weights_only=True``) when there is no safetensors file.
+        weights: False downloads no weights; where there are none, the source has no shards.
+
+    Raises:
+        ModelError: nothing is found, a file is missing or damaged, or there is no safetensors file.
+    """
     root = locate(model, revision=revision, allow_pickle=allow_pickle, weights=weights)
     check_folder(root)
     refuse_adapter(root)

@@ -41,12 +41,18 @@ Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
 def recomputed_activation(
     z: Tensor, function: Elementwise, kind: str | None = None, found: Dtypes | None = None, *, specifies: bool = True
 ) -> Tensor:
-    """function(z), keeping z only. `function` is elementwise, and has neither parameters nor randomness.
+    """function(z), keeping z only.
 
     Args:
-        kind: key of `memopt.torch_compat.activations.ACTIVATIONS`; None if `function` has none.
+        z: any shape, floating point.
+        function: elementwise, without parameters and without randomness.
+        kind: the key of `memopt.torch_compat.activations.ACTIVATIONS` that `function` computes; None if it is none
+            of them.
         found: output dtypes that earlier calls of this function found; this call may add one.
         specifies: the output carries a spec, which holds `z`. False if `z` is recomputed too: the spec would keep it.
+
+    Returns:
+        The value of function(z), with its shape and dtype.
     """
     compiling = torch.compiler.is_compiling()
     h: Tensor
@@ -68,8 +74,12 @@ def recomputed_activation(
 
 
 def recomputed_relu(z: Tensor, *, in_place: bool = False) -> Tensor:
-    """relu(z), saving only z, which is itself recomputed; for eager mode. With `in_place` the output gets the memory of
-    z, which nothing else may use."""
+    """relu(z), saving only z, which is itself recomputed. For eager mode only.
+
+    Args:
+        z: any shape, floating point.
+        in_place: the output gets the memory of `z`, which nothing else may use.
+    """
     steps = _steps("relu", z.dtype)
     recomputed = Recomputed(_relu_again)
     recomputed.for_node = not runs_triton(z)

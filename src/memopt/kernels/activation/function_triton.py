@@ -48,8 +48,10 @@ def activation_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(z: Tensor, kind: str, dtype: torch.dtype | None = None) -> Tensor:
-    """h = f(z) in `dtype`, by default the dtype of z, and (if z has no gaps) with the strides of z. Moves
-    z.element_size() bytes per element in and h.element_size() out, which is the floor."""
+    """h = f(z) in `dtype`, by default the dtype of z, and (if z has no gaps) with the strides of z.
+
+    Moves z.element_size() bytes per element in and h.element_size() out, which is the floor.
+    """
     h = torch.empty_like(z, dtype=dtype)
     if not z.numel():
         return h
@@ -66,9 +68,12 @@ def launch_forward(z: Tensor, kind: str, dtype: torch.dtype | None = None) -> Te
 def launch_backward(
     dh: Tensor, z: Tensor, kind: str, recompute: bool = False, overwrites_dh: bool = False, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """dz = f'(z) * dh and, with `recompute`, h = f(z) (else None), with the dtype and, where z is dense, the strides of
-    z. Moves dh and z in and dz and h out, once each, which is the floor. `dh` may be expanded. With `overwrites_dh` h
-    is written over dh, if it fits: each program has read its elements of dh by then. `out`, for dz, may be z itself."""
+    """dz = f'(z) * dh and, with `recompute`, h = f(z) (else None), with the dtype and, where z is dense, the strides
+    of z.
+
+    Moves dh and z in and dz and h out, once each, which is the floor. `dh` may be expanded. With `overwrites_dh` h is
+    written over dh, if it fits: each program has read its elements of dh by then. `out`, for dz, may be z itself.
+    """
     dz = torch.empty_like(z) if out is None else out
     h = None
     if recompute:

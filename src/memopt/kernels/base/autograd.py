@@ -35,9 +35,11 @@ class _Direct(FunctionMeta):
 
 
 class DirectFunction(torch.autograd.Function, metaclass=_Direct):
-    """An autograd function whose `apply` does not check for function transforms (`torch.func`). That check is half the
-    cost of applying a function. Patched modules make it themselves, and run stock under a transform. Backward also does
-    not test whether the function has `backward` or `vjp`."""
+    """An autograd function whose `apply` does not check for function transforms (`torch.func`).
+
+    That check is half the cost of applying a function. Patched modules make it themselves, and run stock under a
+    transform. Backward also does not test whether the function has `backward` or `vjp`.
+    """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -54,9 +56,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def refuse_double_backward() -> None:
-    """Call it first in a backward that is not itself differentiable: a RuntimeError with ``create_graph=True``.
+    """Call it first in a backward that is not itself differentiable.
+
     `torch.autograd.function.once_differentiable` raises only where the incoming gradient has a graph, and otherwise
-    loses the second derivative silently."""
+    loses the second derivative silently.
+
+    Raises:
+        RuntimeError: backward runs with ``create_graph=True``.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(
             "memopt's operators have no second derivative, so backward cannot run with create_graph=True. "
@@ -95,7 +102,9 @@ def are_from_checkpoint() -> bool:
 
 def may_be_overwritten(*tensors: Tensor) -> bool:
     """Whether nothing else can read the memory of these saved tensors, for which :func:`are_from_checkpoint` was true.
-    A forward hook may hold one, or a second reader may have saved an alias: both refer to the storage."""
+
+    A forward hook may hold one, or a second reader may have saved an alias: both refer to the storage.
+    """
     return all(_is_alone(tensor) for tensor in tensors)
 
 
@@ -114,9 +123,11 @@ _backward = _Backward()
 
 
 def is_largest_yet(tensor: Tensor) -> bool:
-    """Whether `tensor` has more elements than all earlier arguments of this function in this backward. Among equal
-    blocks, the first one to run backward does so while the saved tensors of all others are alive: its memory makes the
-    peak of the step. Later blocks have room below that peak."""
+    """Whether `tensor` has more elements than all earlier arguments of this function in this backward.
+
+    Among equal blocks, the first one to run backward does so while the saved tensors of all others are alive: its
+    memory makes the peak of the step. Later blocks have room below that peak.
+    """
     task, size = current_graph_task_id(), tensor.numel()
     if task == _backward.task and size <= _backward.largest:
         return False
@@ -162,5 +173,7 @@ def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Ten
 
 def not_a_view(output: Tensor) -> Tensor:
     """`output`, a new tensor, as one that may be changed in place after a forward of an autograd function returns it.
-    Autograd refuses that for views, and `F.linear` with a bias returns a view of a matrix without other references."""
+
+    Autograd refuses that for views, and `F.linear` with a bias returns a view of a matrix without other references.
+    """
     return output if output._base is None else output.data  # an alias that is not tracked as a view

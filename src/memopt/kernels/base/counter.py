@@ -21,8 +21,15 @@ Word = TypeVar("Word", int, Tensor)
 
 
 def uniform(index: Tensor, seed: int) -> Tensor:
-    """Uniform fp32 numbers in [0, 1), multiples of 2**-24, with the shape of `index` (int64; all 64 bits count). `seed`
-    counts modulo 2**64."""
+    """Uniform numbers in [0, 1), one for each element of `index`.
+
+    Args:
+        index: int64, any shape; all 64 bits count.
+        seed: any integer; counts modulo 2**64.
+
+    Returns:
+        fp32 multiples of 2**-24 with the shape of `index`.
+    """
     first, second = _keys(seed)
     low, high = index & _WORD, (index >> 32) & _WORD
     # The high word is added between two rounds: before the first it would only shift the low word.

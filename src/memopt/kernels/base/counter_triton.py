@@ -10,8 +10,10 @@ _GOLDEN = tl.constexpr(0x9E3779B9)
 
 @triton.jit
 def uniform(index, seed):  # type: ignore[no-untyped-def]
-    """Uniform fp32 numbers in [0, 1), one for each element of `index` (int64). `seed` is an argument of the kernel of
-    at most 64 bits; name it in its `do_not_specialize`."""
+    """Uniform fp32 numbers in [0, 1), one for each element of `index` (int64).
+
+    `seed` is an argument of the kernel of at most 64 bits; name it in its `do_not_specialize`.
+    """
     seed = tl.full((1,), 0, tl.uint64) + seed
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     first = _mix(_sum(_mix(_sum(low, _GOLDEN)), high))

@@ -29,8 +29,10 @@ _PLAIN_TYPES: frozenset[type] = frozenset({Tensor, nn.Parameter})
 
 
 def runs_triton(*tensors: Tensor | None) -> bool:
-    """Whether the Triton kernels run on these tensors, and not the operator's PyTorch reference. They run on fp32, bf16
-    and fp16 on a CUDA or ROCm device. ``MEMOPT_TRITON=0`` in the environment switches them off."""
+    """Whether the Triton kernels run on these tensors, and not the operator's PyTorch reference.
+
+    They run on fp32, bf16 and fp16 on a CUDA or ROCm device. ``MEMOPT_TRITON=0`` in the environment switches them off.
+    """
     if not _triton_is_there():
         return False
     for tensor in tensors:
@@ -93,6 +95,8 @@ _skips_pieces = True
 
 
 def skips_pieces(tensor: Tensor) -> bool:
-    """Whether a reference may skip its work piece by piece and only allocate its results, as Triton kernels do: a fake
-    tensor has no values to compute."""
+    """Whether a reference may skip its work piece by piece: a fake tensor has no values to compute.
+
+    Then only the results are allocated, as with Triton kernels.
+    """
     return _skips_pieces and isinstance(tensor, FakeTensor)

@@ -69,8 +69,11 @@ def _forget_plans() -> None:
 
 @planned
 def launch_config(kernel: str, hidden: int, dtype: torch.dtype) -> LaunchConfig:
-    """The configuration of `kernel` for rows of `hidden` elements of `dtype` (0 < hidden). Raises a LaunchTableError if
-    the table that MEMOPT_LAUNCH_TABLE names cannot be read or is not valid."""
+    """The configuration of `kernel` for rows of `hidden` elements of `dtype` (0 < hidden).
+
+    Raises:
+        LaunchTableError: the table that MEMOPT_LAUNCH_TABLE names cannot be read or is not valid.
+    """
     entries = _table()[kernel][str(dtype.itemsize * 8)]
     config = next(entry.config for entry in entries if entry.up_to is None or hidden <= entry.up_to)
     # Equally many threads for warps of 32 and of 64, so that each thread reads an equally wide vector.

@@ -29,8 +29,11 @@ class Rows:
 
 
 def rows_of(tensor: Tensor) -> Rows | None:
-    """The rows of `tensor`, ordered as in ``tensor.reshape(-1, hidden)``; None if the elements of a row are not
-    adjacent, or the leading dimensions do not merge into three at most."""
+    """The rows of `tensor`; their order is that of the indices, as in ``tensor.reshape(-1, hidden)``.
+
+    Returns:
+        None if the elements of a row are not adjacent, or the leading dimensions do not merge into three at most.
+    """
     return rows_in(tensor.shape, tensor.stride())
 
 

@@ -77,8 +77,11 @@ _FLAT_ROWS = (1, 1, 0, 0, 0)
 
 
 def tiling(kernel: str, *tensors: Tensor) -> Tiling | None:
-    """The tiles of `kernel` over `tensors`, which have one shape and at least one element; None if the tensors are not
-    flat and one of them has no rows (see `rows_of`)."""
+    """The tiles of `kernel` over `tensors`, which have one shape and at least one element.
+
+    Returns:
+        None if the tensors are not flat and one of them has no rows (see `rows_of`).
+    """
     first = tensors[0]
     return _tiling(kernel, first.dtype, tuple(first.shape), tuple([tensor.stride() for tensor in tensors]))
 

@@ -28,8 +28,16 @@ class Settings(NamedTuple):
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
-    """`torch.nn.functional.conv1d`, `conv2d` or `conv3d`, by the number of dimensions; differentiable as often as they
-    are. x: (batch, in, ...), contiguous; weight: (out, in / groups, ...), of the dtype of `x`; bias: (out,) or None."""
+    """`torch.nn.functional.conv1d`, `conv2d` or `conv3d`, by the number of dimensions.
+
+    Args:
+        x: (batch, in, ...), contiguous.
+        weight: (out, in / groups, ...), of the dtype of `x`.
+        bias: (out,) or None.
+
+    Returns:
+        y: (batch, out, ...). It can be differentiated as often as PyTorch's.
+    """
     y: Tensor = ConvolutionFunction.apply(x, weight, bias, settings)
     return y
 

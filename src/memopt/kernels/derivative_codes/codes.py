@@ -33,11 +33,15 @@ from memopt.torch_compat.activations import ACTIVATIONS, Elementwise
 
 
 def encode(z: Tensor, code: DerivativeCode) -> Tensor:
-    """The codes of f'(z), packed, for z of any shape and strides in fp16, bf16, fp32 or fp64.
+    """The codes of f'(z), packed.
 
-    uint8, one dimension: ceil(n * bits / 8) bytes of codes, in which the code of element i (in logical order) begins at
-    bit i * bits, low bits first, then ceil(n / 1024) flags: 1 if one of these 1024 elements is NaN (value codes: where
-    its derivative is not finite).
+    Args:
+        z: any shape and strides; fp16, bf16, fp32 or fp64.
+
+    Returns:
+        uint8, one dimension: ceil(n * bits / 8) bytes of codes, in which the code of element i (in logical order)
+        begins at bit i * bits, low bits first, then ceil(n / 1024) flags: 1 if one of these 1024 elements is NaN
+        (value codes: where its derivative is not finite).
     """
     if runs_triton(z) and (code.thresholds or code.kind in ACTIVATIONS):
         from memopt.kernels.derivative_codes.codes_triton import launch_encode
@@ -48,9 +52,18 @@ def encode(z: Tensor, code: DerivativeCode) -> Tensor:
 
 
 def apply_code(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
-    """dh * f'(z), where `packed` is ``encode(z, code)``; dh has the shape of z and any strides. Contiguous, with the
-    dtype of dh. Computed in fp32 (fp64 for fp64 dh) and rounded once. NaN where an element's flag is set. Raises a
-    ValueError if `packed` has another number of elements."""
+    """dh * f'(z), where `packed` is ``encode(z, code)``.
+
+    Args:
+        dh: shaped like z; any strides.
+
+    Returns:
+        Contiguous, with the shape and dtype of dh. Computed in fp32 (fp64 for fp64 dh) and rounded once. NaN where an
+        element's flag is set.
+
+    Raises:
+        ValueError: `packed` has another number of elements.
+    """
     if packed.numel() != code.packed_bytes(dh.numel()):
         raise ValueError(
             f"{code.packed_bytes(dh.numel())} bytes hold the {code.bits}-bit codes of {dh.numel()} elements, "
@@ -66,8 +79,15 @@ def apply_code(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
 
 @functools.cache
 def derivative_code(kind: str, scheme: str) -> DerivativeCode:
-    """The code of a known activation, a key of `memopt.torch_compat.activations.ACTIVATIONS`, by one of
-    :data:`SCHEMES`. Raises a CodeError if the scheme is unknown, or this kind has no code of that scheme."""
+    """The code of a known activation.
+
+    Args:
+        kind: a key of `memopt.torch_compat.activations.ACTIVATIONS` whose derivative is continuous, or nearly.
+        scheme: one of :data:`SCHEMES`.
+
+    Raises:
+        CodeError: the scheme is unknown, or this kind has no code of that scheme.
+    """
     require_scheme(scheme)
     fitted = _fitted()
     found = fitted.get(kind, {}).get(scheme)
@@ -80,9 +100,16 @@ def derivative_code(kind: str, scheme: str) -> DerivativeCode:
 
 
 def code_of(function: Elementwise, scheme: str) -> DerivativeCode:
-    """The code of any smooth activation by one of :data:`SCHEMES` but "published". Fits it, which takes about a second.
-    `function` is elementwise, without randomness, and differentiable by autograd in fp64. Raises a CodeError for
-    another scheme, or if the derivative has no limit on either side."""
+    """The code of any smooth activation. Fits it, which takes about a second.
+
+    Args:
+        function: elementwise, without randomness, differentiable by autograd in fp64; its derivative has a limit on
+            either side.
+        scheme: one of :data:`SCHEMES` but "published".
+
+    Raises:
+        CodeError: the scheme is unknown or "published", or the derivative has no limits.
+    """
     require_scheme(scheme)
     if scheme == "published":
         raise CodeError("The published codes are those of GELU and SiLU.", "Use derivative_code() or another scheme.")

@@ -147,8 +147,10 @@ def _load_bytes(packed_ptr, place, code_bytes, EVEN: tl.constexpr):  # type: ign
 
 
 def launch_encode(z: Tensor, code: DerivativeCode) -> Tensor:
-    """The packed codes and flags of z (any strides). Moves z in and `code.packed_bytes(n)` out, once each, which is the
-    floor."""
+    """The packed codes and flags of z (any strides).
+
+    Moves z in and `code.packed_bytes(n)` out, once each, which is the floor.
+    """
     elements = z.numel()
     packed = torch.empty(code.packed_bytes(elements), dtype=torch.uint8, device=z.device)
     if not elements:
@@ -167,8 +169,10 @@ def launch_encode(z: Tensor, code: DerivativeCode) -> Tensor:
 
 
 def launch_apply(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
-    """dh (any strides) times the levels of the codes in `packed`; contiguous. Moves dh and `packed` in and the result
-    out, once each, which is the floor."""
+    """dh (any strides) times the levels of the codes in `packed`; contiguous.
+
+    Moves dh and `packed` in and the result out, once each, which is the floor.
+    """
     elements = dh.numel()
     dz = torch.empty(dh.shape, dtype=dh.dtype, device=dh.device)
     if not elements:

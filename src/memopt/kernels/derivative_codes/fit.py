@@ -32,7 +32,11 @@ _NORMAL_RANGE, _NORMAL_POINTS = 10.0, 2**20 + 1
 
 def fit(function: Elementwise, scheme: str) -> dict[str, Any]:
     """The code of `function`: "thresholds", "levels" and "error" of a step code, "low", "step" and "error" of a value
-    code (level i is low + i * step). Raises a CodeError if the derivative has no limit on either side."""
+    code (level i is low + i * step).
+
+    Raises:
+        CodeError: the derivative of `function` has no limit on either side.
+    """
     bits = bits_of(scheme)
     if bits <= 3:
         thresholds, levels = _fit_steps(function, bits)
@@ -143,8 +147,11 @@ def _levels(function: Elementwise, thresholds: Tensor, limits: tuple[float, floa
 
 
 def _fit_values(function: Elementwise, bits: int) -> tuple[float, float]:
-    """The lowest level and the distance of 2**bits levels that span the values of f', both multiples of a power of two
-    (2**-22 for values up to 2): so every level low + i * step is exact in fp32."""
+    """The lowest level and the distance of 2**bits levels that span the values of f'.
+
+    Both are multiples of a power of two (2**-22 for values up to 2), so that every level low + i * step is exact in
+    fp32.
+    """
     _limits(function)
     least, most = -_greatest(lambda z: -derivative(function, z)), _greatest(lambda z: derivative(function, z))
     unit = 2.0 ** (math.frexp(max(abs(least), abs(most)))[1] - 23)

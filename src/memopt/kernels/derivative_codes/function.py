@@ -31,8 +31,16 @@ class CodeSlot(Protocol):
 
 
 def coded_activation(z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
-    """function(z), with its shape and dtype, saving code(z) only: z.numel() * bits / 8 bytes and a flag for every 1,024
-    elements. `code` is of the derivative of `function`, which is elementwise, without parameters and randomness."""
+    """function(z), saving code(z) only: z.numel() * bits / 8 bytes and a flag for every 1,024 elements.
+
+    Args:
+        z: any shape, floating point.
+        function: elementwise, without parameters and without randomness.
+        code: of the derivative of `function`.
+
+    Returns:
+        The value of function(z), with its shape and dtype.
+    """
     h: Tensor = CodedFunction.apply(z, function, code)  # type: ignore[no-untyped-call]
     return h
 

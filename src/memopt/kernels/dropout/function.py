@@ -54,11 +54,20 @@ class Mask(NamedTuple):
 
 
 def seeded_dropout(x: Tensor, p: float, seed: int) -> Tensor:
-    """Dropout of the elements of `x` (floating point) that saves no tensor for backward. Can be differentiated twice.
+    """Dropout of the elements of `x` that saves no tensor for backward.
 
-    An element is kept with probability 1 - p (to 2**-24), p in [0, 1], else a ValueError. As in PyTorch, a NaN or an
-    infinity that is dropped is NaN. The same `seed` (modulo 2**64) gives the same mask for the same shape. The output
-    has the dtype and (if x is dense) the strides of x.
+    An element is kept with probability 1 - p (to 2**-24). As in PyTorch, a NaN or an infinity that is dropped is NaN.
+
+    Args:
+        x: any shape and strides, floating point.
+        p: probability of dropping an element, in [0, 1].
+        seed: any integer, modulo 2**64; the same one gives the same mask for the same shape.
+
+    Returns:
+        y, with the shape, dtype and (if x is dense) strides of x. It can be differentiated twice.
+
+    Raises:
+        ValueError: p is outside of [0, 1], or x is not floating point.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"the probability must be between 0 and 1, not {p!r}")

@@ -34,8 +34,10 @@ def dropout_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_dropout(x: Tensor, seed: int, threshold: float, scale: float) -> Tensor:
-    """y, with the dtype and (where x has no gaps) the strides of x. `threshold` and `scale` are exact in fp32. Moves x
-    in and y out, once each, which is the floor. `x` may be expanded."""
+    """y, with the dtype and (where x has no gaps) the strides of x. `threshold` and `scale` are exact in fp32.
+
+    Moves x in and y out, once each, which is the floor. `x` may be expanded.
+    """
     y = torch.empty_like(x)
     if not x.numel():
         return y

@@ -32,16 +32,28 @@ from memopt.torch_compat.activations import ACTIVATIONS
 
 
 def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """h = f(gate) * up, keeping gate and up; inside a `memopt.saved.RecomputeScope` readers keep a handle of h. gate
-    and up are floating point (..., intermediate), of one shape (else a ValueError) and any strides. `kind` is a key of
-    `memopt.torch_compat.activations.ACTIVATIONS`. h has the dtype that they promote to (under autocast too)."""
+    """h = f(gate) * up, keeping gate and up; inside a `memopt.saved.RecomputeScope` readers keep a handle of h.
+
+    Args:
+        gate, up: (..., intermediate), floating point, of one shape; any strides.
+        kind: key of `memopt.torch_compat.activations.ACTIVATIONS`.
+
+    Returns:
+        h in the dtype that gate and up promote to (under autocast too).
+
+    Raises:
+        ValueError: the shapes differ.
+    """
     _check_shapes(gate, up)
     return _product(gate, up, kind, True)
 
 
 def gated_product_fused(gate_up: Tensor, kind: str, gate_first: bool) -> Tensor:
     """:func:`gated_product` of the halves of `gate_up` (..., 2 * intermediate); gate is the first one or the second.
-    Raises a ValueError if the last dimension is odd."""
+
+    Raises:
+        ValueError: the last dimension is odd.
+    """
     _check_halves(gate_up)
     return _product(gate_up, None, kind, gate_first)
 

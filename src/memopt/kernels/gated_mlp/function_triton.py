@@ -51,8 +51,10 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """h = f(gate) * up, contiguous; `gate` and `up` have one shape and dtype and may be halves of one tensor. Moves
-    gate and up in and h out, once each, which is the floor."""
+    """h = f(gate) * up, contiguous; `gate` and `up` have one shape and dtype and may be halves of one tensor.
+
+    Moves gate and up in and h out, once each, which is the floor.
+    """
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not gate.numel():
         return h

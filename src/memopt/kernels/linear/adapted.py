@@ -38,9 +38,14 @@ def adapted_linear(
 ) -> Tensor | None:
     """``F.linear(x, weight, bias) + F.linear(F.linear(x.to(a.dtype), a), b) * scaling`` in the dtype of the first term.
 
-    x: (..., in), floating point; weight, bias: (out, in) and (out,) or None; a, b: (r, in) and (out, r). None if the
-    linears have to run on their own: if weight or bias is trained, or if types or dtypes are not those of a plain
-    adapter.
+    Args:
+        x: (..., in), floating point.
+        weight, bias: (out, in) and (out,) or None.
+        a, b: (r, in) and (out, r).
+
+    Returns:
+        y: (..., out); None if the linears have to run on their own: if weight or bias is trained, or if types or
+        dtypes are not those of a plain adapter.
     """
     if not isinstance(x, Tensor) or not (is_plain(x) and is_plain(weight) and is_plain(a) and is_plain(b)):
         return None
@@ -76,9 +81,17 @@ def adapted_linear(
 def added_adapter(
     linear: Callable[[Tensor], Tensor], x: object, a: Tensor, b: Tensor, scaling: float, *, rounds: bool
 ) -> Tensor | None:
-    """``linear(x) + F.linear(F.linear(x.to(a.dtype), a), b) * scaling`` in the dtype of the first term. x: (..., in),
-    floating point; a: (r, in); b: (out, r). `rounds`: the adapter's term is rounded to that dtype before it is added.
-    None if the linears have to run on their own (`linear` was not called then)."""
+    """``linear(x) + F.linear(F.linear(x.to(a.dtype), a), b) * scaling`` in the dtype of the first term.
+
+    Args:
+        linear: returns (..., out).
+        x: (..., in), floating point.
+        a, b: (r, in) and (out, r).
+        rounds: whether the adapter's term is rounded to that dtype before it is added.
+
+    Returns:
+        The sum; None if the linears have to run on their own (`linear` was not called then).
+    """
     if not isinstance(x, Tensor) or not all(map(is_plain, (x, a, b))) or a.dtype is not b.dtype:
         return None
     if not x.is_floating_point() or not (a.requires_grad or b.requires_grad) or is_transformed(x):

@@ -55,8 +55,10 @@ def is_plain(weight: object) -> bool:
 
 
 def reads_spec(x: Any, weight: Tensor) -> RecomputeSpec | None:
-    """The spec by which :func:`linear` would recompute `x`; None if it would save `x`, or nothing. With a spec, the
-    weight is trained and plain, and only autocast casts `x` or the weight. Not for compiled code."""
+    """The spec by which :func:`linear` would recompute `x`; None if it would save `x`, or nothing.
+
+    With a spec, the weight is trained and plain, and only autocast casts `x` or the weight. Not for compiled code.
+    """
     if not weight.requires_grad or type(weight) not in PLAIN_TYPES:
         return None
     spec = spec_of(x)
@@ -64,9 +66,17 @@ def reads_spec(x: Any, weight: Tensor) -> RecomputeSpec | None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, fuses: bool = True) -> Tensor:
-    """``F.linear(x, weight, bias)``, under autocast too, that does not save `x` where it can be recomputed. x: (...,
-    in), floating point; weight: (out, in), in any layout (its module is not called for it); bias: (out,) or None. With
-    `fuses`, this linear is the reader of `x`: its backward may run the backward of the producer of `x` too."""
+    """``F.linear(x, weight, bias)``, under autocast too, that does not save `x` where it can be recomputed.
+
+    Args:
+        x: (..., in), floating point.
+        weight: (out, in), in any layout. Its module is not called for it.
+        bias: (out,) or None.
+        fuses: this linear is the reader of `x`, so its backward may run the backward of the producer of `x` as well.
+
+    Returns:
+        y: (..., out).
+    """
     spec = None if torch.compiler.is_compiling() else reads_spec(x, weight)
     if spec is None:
         return F.linear(x, weight, bias)
@@ -114,17 +124,21 @@ def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
 
 
 def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear(x, weight, bias)`` under autocast that saves `weight` itself; backward casts it again. For each
-    element of the weight, backward moves 6 bytes more, and 2 bytes less are held until then."""
+    """``F.linear(x, weight, bias)`` under autocast that saves `weight` itself; backward casts it again.
+
+    For each element of the weight, backward moves 6 bytes more, and 2 bytes less are held until then.
+    """
     narrow = x.to(autocast_dtype(x))
     y: Tensor = RecomputedInputFunction.apply(narrow, weight, bias, None, None)
     return y if followed.products is None else noted(y, narrow, weight, bias, None)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear in the dtype of `x`, which is autocast's dtype if autocast is on. It casts the weight itself, since
-    autocast would cache its cast without the graph that other readers need. The cast is not saved: backward casts the
-    weight again, and autograd casts each gradient to the dtype of its tensor."""
+    """F.linear in the dtype of `x`, which is autocast's dtype if autocast is on.
+
+    It casts the weight itself, since autocast would cache its cast without the graph that other readers need. The cast
+    is not saved: backward casts the weight again, and autograd casts each gradient to the dtype of its tensor.
+    """
     dtype = x.dtype
     if weight.dtype is not dtype:
         weight = weight.to(dtype)
@@ -135,8 +149,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def to_be_computed(ctx: Any, h: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
     """In a block that backward runs again, an output without values, which :func:`computed` fills; elsewhere None.
+
     Checkpointing ends a block's second run at its last saved tensor, and an autograd function saves after its forward.
-    So the last linear of a block (of an MLP) would run its product again for nothing; a stock linear does not."""
+    So the last linear of a block (of an MLP) would run its product again for nothing; a stock linear does not.
+    """
     # Selective checkpointing recognises products by the operators that return them.
     if current_graph_task_id() == -1 or checkpointing_hook() is None or is_selectively_checkpointed():
         return None
@@ -251,8 +267,13 @@ def _rounds_once(dy: Tensor, weight: Tensor) -> bool:
 
 def recomputed_output(y: Tensor, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """`y`, for which `x` is saved. Inside a `memopt.saved.RecomputeScope` an operation that saves y, or a view or cast
-    of it, saves a handle instead, which recomputes y as ``run(x)``. y is floating point, with its graph, and nothing
-    else refers to it. `run` needs no graph; it raises if it cannot."""
+    of it, saves a handle instead, which recomputes y as ``run(x)``.
+
+    Args:
+        y: any shape, floating point, with its graph. Nothing else refers to it.
+        x: the tensor from which `y` was computed; saved.
+        run: recomputes y in backward, without a graph; raises if it cannot.
+    """
     output: Tensor = OutputFunction.apply(y, x, run)
     return output
 

@@ -55,8 +55,10 @@ class _Followed(threading.local):
 
     @property
     def products(self) -> Products | None:
-        """Where memopt's linears in this thread note their products; None if products are not followed. A checkpointed
-        region further inside runs again without what follows products, so they are not followed there."""
+        """Where memopt's linears in this thread note their products; None if products are not followed.
+
+        A checkpointed region further inside runs again without what follows products, so they are not followed there.
+        """
         held = self.held
         return None if held is None or checkpointing_hook() is not held[1] else held[0]
 
@@ -72,8 +74,15 @@ def noted(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, spec: Recom
 
 
 def weighted(y: Tensor, s: Tensor, product: Product) -> Tensor:
-    """``y * s``, which saves neither y (..., out), the output of `product`, nor any tensor of its size beside the
-    product's input. `s` is (..., 1) or a number in a tensor. Can be differentiated once; the graph of y is not used."""
+    """``y * s``, which saves neither y nor any tensor of its size beside the input of the product.
+
+    Args:
+        y: (..., out), the output of `product`.
+        s: (..., 1) or a number in a tensor, broadcast to y.
+
+    Returns:
+        z: like y. It can be differentiated once; the graph of y is not used.
+    """
     z: Tensor = WeightedFunction.apply(y.detach(), s, product.a, product.matrix, product.bias, product)
     return z
 

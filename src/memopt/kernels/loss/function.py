@@ -68,8 +68,12 @@ def statistics_(
 
 @torch.no_grad()
 def row_losses(statistics: Tensor, target: Tensor, arguments: LossArguments, classes: int) -> tuple[Tensor, Tensor]:
-    """The loss (n,) of each row, 0 if it is ignored, and its pair m, log s (n, 2), of the dtype of `statistics` (n, 4)
-    of all columns. `target` (n,) is a class or `ignore_index`."""
+    """The loss (n,) of each row, 0 if it is ignored, and its pair m, log s (n, 2), of the dtype of `statistics`.
+
+    Args:
+        statistics: (n, 4), of all columns.
+        target: (n,), a class or `ignore_index`.
+    """
     top, total, of_all, picked = statistics.unbind(1)
     log_sum = total.log()
     hit, weight_sum = _target_weights(target, arguments, classes, statistics.dtype)
@@ -137,9 +141,17 @@ def lean_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy(logits.float(), ...)`` without the fp32 copy: backward holds the logits and one gradient. Stock
-    keeps an fp32 log-softmax and makes an fp32 gradient before the one of the logits' dtype. `logits` (n, V) are saved,
-    and not written to; `target` (n,) is int64 or uint8. Returns fp32 (fp64 for fp64)."""
+    """``F.cross_entropy(logits.float(), ...)`` without the fp32 copy: backward holds the logits and one gradient.
+
+    Stock keeps an fp32 log-softmax and makes an fp32 gradient before the one of the logits' dtype.
+
+    Args:
+        logits: (n, V), any floating dtype; they are saved, and not written to.
+        target: (n,), int64 or uint8.
+
+    Returns:
+        fp32 (fp64 for fp64).
+    """
     if torch.compiler.is_compiling():  # the compiler fuses the cast itself
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(

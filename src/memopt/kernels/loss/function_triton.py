@@ -113,7 +113,9 @@ def launch_statistics(
     factors: RowFactors | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `memopt.kernels.loss.reference.update_statistics`; with `factors` and `out` also the gradient of whole rows.
-    Moves logits.element_size() bytes per element in, once, which is the floor; the gradient out once."""
+
+    Moves logits.element_size() bytes per element in, once, which is the floor; the gradient out once.
+    """
     if not logits.numel():
         return
     logits, place = _in_rows(logits), None if out is None else _in_rows(out)
@@ -137,8 +139,10 @@ def launch_statistics(
 def launch_gradient(
     logits: Tensor, target: Tensor, lse: Tensor, factors: RowFactors, weight: Tensor | None, out: Tensor
 ) -> None:
-    """As `memopt.kernels.loss.reference.block_gradient`. Moves the logits in and the gradient out, once each, which is
-    the floor."""
+    """As `memopt.kernels.loss.reference.block_gradient`.
+
+    Moves the logits in and the gradient out, once each, which is the floor.
+    """
     if not logits.numel():
         return
     logits, place = _in_rows(logits), _in_rows(out)

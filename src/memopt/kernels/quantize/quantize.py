@@ -28,9 +28,18 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def quantize(x: Tensor, seed: int) -> Quantized:
-    """Quantise `x`: fp16, bf16, fp32 or fp64, one-dimensional and contiguous, else a ValueError. Equal seeds of the
-    stochastic rounding give equal codes. A group with a NaN or an infinity, or a range beyond fp32 (for fp64, beyond
-    fp64), dequantises to NaN as a whole. A constant group dequantises to itself."""
+    """Quantise `x`.
+
+    A group with a NaN or an infinity, or a range beyond fp32 (for fp64, beyond fp64), dequantises to NaN as a whole. A
+    constant group dequantises to itself.
+
+    Args:
+        x: fp16, bf16, fp32 or fp64, one-dimensional and contiguous.
+        seed: seed of the stochastic rounding; equal seeds give equal codes.
+
+    Raises:
+        ValueError: `x` has another dtype, several dimensions, or is not contiguous.
+    """
     if x.dtype not in _DTYPES or x.dim() != 1 or not x.is_contiguous():
         raise ValueError(
             f"x must be one-dimensional, contiguous and fp16, bf16, fp32 or fp64, "
@@ -47,8 +56,10 @@ def quantize(x: Tensor, seed: int) -> Quantized:
 
 
 def dequantize(quantized: Quantized) -> Tensor:
-    """The values of the codes: one dimension, in the dtype of the original. minimum + code * step in fp32 (fp64 for
-    fp64), rounded once to the dtype."""
+    """The values of the codes: one dimension, in the dtype of the original.
+
+    minimum + code * step in fp32 (fp64 for fp64), rounded once to the dtype.
+    """
     if runs_triton(quantized.scales):
         from memopt.kernels.quantize.quantize_triton import launch_dequantize
 

@@ -73,8 +73,10 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `x` (one-dimensional, contiguous), as in `memopt.kernels.quantize.layout.Quantized`. Moves x
-    in and the codes and scales out, once each, which is the floor."""
+    """Codes and scales of `x` (one-dimensional, contiguous), as in `memopt.kernels.quantize.layout.Quantized`.
+
+    Moves x in and the codes and scales out, once each, which is the floor.
+    """
     codes = x.new_empty(x.numel(), dtype=torch.uint8)
     scales = x.new_empty(triton.cdiv(x.numel(), GROUP), 2, dtype=torch.float32)
     if x.numel():
@@ -84,7 +86,10 @@ def launch_quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def launch_dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of the codes in `dtype`. Moves the codes and scales in and x out, once each, which is the floor."""
+    """The values of the codes in `dtype`.
+
+    Moves the codes and scales in and x out, once each, which is the floor.
+    """
     x = codes.new_empty(codes.numel(), dtype=dtype)
     if x.numel():
         with on_device_of(codes):

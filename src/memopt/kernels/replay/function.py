@@ -56,8 +56,11 @@ def replayed(run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 
 
 def recomputed_chain(value: Tensor, run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """`value`, a new tensor equal to ``run(inputs, parameters)``, as the result of an operation like
-    :func:`replayed`."""
+    """`value`, a new tensor equal to ``run(inputs, parameters)``, as the result of an operation like :func:`replayed`.
+
+    Args:
+        run, inputs, parameters: as in :func:`replayed`.
+    """
     y: Tensor = ChainFunction.apply(run, len(inputs), [value], *inputs, *parameters)  # type: ignore[no-untyped-call]
     if y.grad_fn is not None:
         node: Any = y.grad_fn
@@ -218,9 +221,15 @@ register_operator("ChainFunctionBackward", ELEMENTWISE)
 def replayed_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], differentiable: Sequence[bool]
 ) -> Any:
-    """``function(*args, **kwargs)`` of a pure function (`memopt.recompute.pure`), saving only the tensors among its
-    arguments. It can be differentiated once. `differentiable` tells for each tensor of the result, in order, whether it
-    requires a gradient. Raises a RuntimeError if `function` changed an argument in place."""
+    """``function(*args, **kwargs)``, saving only the tensors among its arguments. It can be differentiated once.
+
+    Args:
+        function: pure (`memopt.recompute.pure`).
+        differentiable: for each tensor of the result, in order, whether it requires a gradient.
+
+    Raises:
+        RuntimeError: `function` changed an argument in place.
+    """
     values = tuple(args), dict(kwargs)
     tensors, template = _tensors(values), without_tensors(values)
 

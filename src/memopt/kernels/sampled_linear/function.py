@@ -121,9 +121,14 @@ def _dweight(
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """|x_i| of each row of x (n, d), any strides: fp32 (n,); fp64 for fp64. Triton reads x once and copies nothing. No
-    square of a 16-bit or fp32 number overflows or underflows: only a row of zeros has norm 0, and only a norm beyond
-    fp32 is infinite. NaN and infinity propagate."""
+    """|x_i| of each row, fp32 (n,); fp64 for fp64.
+
+    No square of a 16-bit or fp32 number overflows or underflows: only a row of zeros has norm 0, and only a norm beyond
+    fp32 is infinite. NaN and infinity propagate. Triton reads x once and copies nothing.
+
+    Args:
+        x: (n, d), floating, any strides.
+    """
     x = x.detach()
     if runs_triton(x):
         from memopt.kernels.sampled_linear.rows_triton import launch_row_norms
@@ -133,8 +138,12 @@ def row_norms(x: Tensor) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows], contiguous, in the dtype of x: (k, d). x is (n, d) with any strides; `rows` int32 (k,), each in [0,
-    n)."""
+    """x[rows], contiguous, in the dtype of x: (k, d).
+
+    Args:
+        x: (n, d), any strides.
+        rows: int32 (k,), each in [0, n).
+    """
     x = x.detach()
     if runs_triton(x):
         from memopt.kernels.sampled_linear.rows_triton import launch_gather_rows

@@ -38,8 +38,11 @@ _OFFSETS, _ROWS = 1024, 1024
 
 
 def rows_kept(rows: int, budget: float) -> int:
-    """k = ceil(budget * rows): at least one of the `rows`, if there are any, and at most all. Raises a ValueError if
-    `budget` is not in (0, 1], or `rows` is negative."""
+    """k = ceil(budget * rows): at least one of the `rows`, if there are any, and at most all.
+
+    Raises:
+        ValueError: `budget` is not in (0, 1], or `rows` is negative.
+    """
     if not 0 < budget <= 1 or rows < 0:
         raise ValueError(f"budget must be in (0, 1] and rows must not be negative, not {budget!r} and {rows!r}")
     return min(rows, math.ceil(budget * rows * (1 - _DIGITS)))

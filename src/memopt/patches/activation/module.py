@@ -158,12 +158,15 @@ def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode
 def save_as_code(
     apply: Callable[[Codable | None], Tensor], encode: Callable[[Tensor], Tensor], *, of_output: bool = False
 ) -> Tensor | None:
-    """Output of an activation whose input may be replaced by a code when the innermost scope's module returns; None if
-    no scope is active, and then nothing was run.
+    """Output of an activation whose input may be replaced by a code when the innermost scope's module returns.
 
     Args:
-        apply: runs an autograd function that saves only its input (with `of_output`, its output) and takes the slot.
+        apply: runs an autograd function that saves only its input (with `of_output`, its output), and gives it the
+            slot.
         encode: computes the code, one tensor, of the saved tensor.
+
+    Returns:
+        The output; None if no scope is active, and then nothing was run.
     """
     if not in_a_scope():
         return None

@@ -104,11 +104,6 @@ def seeded_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with the probabilities dropped out by a seed.
 
-        P = softmax(q k^T scale + mask)      y = (P * m / (1 - p)) v      m drawn by a generator that starts at the seed
-
-    Saves queries, keys, values and the seed. For devices where PyTorch's fused attention has no dropout: there PyTorch
-    saves the probabilities, their mask, their product, and fp32 copies of 16-bit queries, keys and values.
-
     Args:
         query: (..., heads, L, E); key: (..., heads, S, E); value: (..., heads, S, Ev), floating point.
         mask: boolean, or added to the scores; broadcasts to (..., heads, L, S).

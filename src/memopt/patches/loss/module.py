@@ -80,8 +80,14 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
 
 
 def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:
-    """Name of the module whose output is the logits: `linear`, which multiplies with the head's weight, or a module
-    `around` it with trained adapters. Those take the linear's input, `width` wide, the outermost first."""
+    """Name of the module whose output is the logits: `linear`, or a module around it with trained adapters.
+
+    Args:
+        modules: all modules of the model, by name.
+        linear: name of the linear that multiplies with the head's weight.
+        around: names of modules that take the linear's input, outermost first.
+        width: width of that input.
+    """
     inner = {id(parameter) for parameter in modules[linear].parameters()}
     for name in around:
         if not linear.startswith(f"{name}.") or name not in modules:
@@ -126,9 +132,17 @@ def replaced_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def look_at_heads(block: nn.Module, **options: Any) -> list[Place] | None:
-    """Patch heads that were replaced since the patch (by a resized vocabulary, say), and warn of other replaced heads
-    and of :func:`replaced_forwards`. `options` are `lean` and `room` of :func:`patch_head`. Returns the places of the
-    heads: a change there calls for another look; None where the model does not run (in backward)."""
+    """Patch heads that were replaced since the patch (by a resized vocabulary, say), and warn of other replaced heads.
+
+    Trainers may replace forwards as well: warn of :func:`replaced_forwards`.
+
+    Args:
+        block: a block of the running model.
+        options: `lean` and `room` of :func:`patch_head`.
+
+    Returns:
+        The places of the heads: a change there calls for another look. None where the model does not run (in backward).
+    """
     running = [block, *modules_that_run()]
     # Code around a model may call its parts: then the model is the one inside that has the block.
     around = (each for each in running[-1].modules() if is_recorded(each) and block in each.modules())

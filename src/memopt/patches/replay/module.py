@@ -33,8 +33,13 @@ class ReplayRewrite(Rewrite):
 
 
 def patch_replay(module: nn.Module, norm: NormSite | None = None, *, folded: bool = False) -> None:
-    """Make `module` save its inputs for backward and run its own forward again. It was found to repeat its output then,
-    and has small parameters. `norm` is its site, if it is a norm; `folded`: its affine is folded into other weights."""
+    """Make `module` save its inputs for backward and run its own forward again.
+
+    Args:
+        module: a module that was found to repeat its output when it runs again, with small parameters.
+        norm: its site, if it is a norm.
+        folded: whether the affine of the norm is folded into other weights.
+    """
     with freezing(module, norm if folded else None) as frozen:
         by_rows = norm is not None and norm.by_rows
         rewrite = ReplayRewrite(tuple(_parameters(module)), by_rows, frozen)

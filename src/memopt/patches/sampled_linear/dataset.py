@@ -22,8 +22,13 @@ class IndexedDataset(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        """`dataset` is map-style (with `len` and `[]`), e.g. a Hugging Face data set; its samples are mappings. Raises
-        an InputsError if it is iterable only, or an IndexedDataset already."""
+        """
+        Args:
+            dataset: map-style (with `len` and `[]`), e.g. a Hugging Face data set; its samples are mappings.
+
+        Raises:
+            InputsError: the data set is iterable only, or is an IndexedDataset already.
+        """
         if isinstance(dataset, IndexedDataset):
             raise InputsError("The data set is already an IndexedDataset.")
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):

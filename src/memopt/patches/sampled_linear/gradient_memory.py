@@ -29,7 +29,10 @@ class GradientMemory:
     """
 
     def __init__(self, samples: int, max_tokens: int, linears: int) -> None:
-        """Raises an InputsError if there are no samples, or no tokens to remember."""
+        """
+        Raises:
+            InputsError: there are no samples, or no tokens to remember.
+        """
         if samples < 1 or max_tokens < 1:
             raise InputsError(
                 f"A memory of gradients is for at least one sample and one token, not {samples} and {max_tokens}."
@@ -59,7 +62,10 @@ class GradientMemory:
 
     def begin(self, index: Tensor) -> Step | None:
         """A step over the samples `index`, int (batch,) on any device; None for an empty index or after `forget`.
-        Raises an InputsError if an index is outside of the table."""
+
+        Raises:
+            InputsError: an index is outside of the table.
+        """
         rows = index.detach().flatten().cpu().long()
         if self._table is None or not len(rows):
             return None
@@ -104,8 +110,11 @@ class Step:
     """Remembered norms of the samples of one batch, and the norms recorded in this step."""
 
     def __init__(self, memory: GradientMemory, rows: Tensor, known: Tensor) -> None:
-        """`rows` is int64 (batch,), `known` bf16 (batch, max_tokens, linears), 0 if nothing is known; both on the
-        host."""
+        """
+        Args:
+            rows: int64 (batch,) on the host.
+            known: bf16 (batch, max_tokens, linears) on the host, 0 if nothing is known.
+        """
         self.rows = rows
         self._memory, self._lock = memory, threading.Lock()
         self._is_known = (known > 0).flatten(0, 1).any(0).tolist()
@@ -115,7 +124,10 @@ class Step:
 
     def places(self, batch: int, length: int, real: Tensor | None, device: torch.device) -> Tensor:
         """int64 (batch, length) on `device`: each token's place in the table, `max_tokens` for one that has none.
-        `real` is bool (batch * length,), false for padding; None without padding."""
+
+        Args:
+            real: bool (batch * length,), false for padding; None without padding.
+        """
         end = self._memory.max_tokens
         if real is None:
             return torch.arange(length, device=device).clamp(max=end).expand(batch, -1)

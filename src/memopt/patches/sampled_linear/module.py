@@ -42,9 +42,16 @@ class SampledLinearRewrite:
 def patch_sampled_linear(
     module: nn.Module, sampling: Sampling, visits: Visits | None = None, name: str = "a linear"
 ) -> None:
-    """Let `module` save a sample of the rows of its input, if nothing else holds the input; `name` is for warnings. The
-    model around it is, or will be, patched with `visits` (`memopt.patches.sampled_linear.visits`). Raises a ValueError
-    if the module cannot be swapped, or is not a linear of its own weight and bias."""
+    """Let `module` save a sample of the rows of its input, if nothing else holds the input.
+
+    Args:
+        visits: the object with which the model around `module` is, or will be, patched
+            (`memopt.patches.sampled_linear.visits`).
+        name: name of the module in warnings.
+
+    Raises:
+        ValueError: the module cannot be swapped, or is not a linear of its own weight and bias.
+    """
     transposed = not is_linear(module)
     if transposed and not is_linear(module, transposed=True):
         raise ValueError("it is not a linear of its own weight and bias")

@@ -57,8 +57,13 @@ class PaddingWatch:
         return seen.quiet >= _ENOUGH and not seen.counted
 
     def note(self, linear: int, norms: Tensor, real: Tensor, left_out: bool) -> None:
-        """Note a gradient, without waiting for the device: `norms` (n,) of the rows of the gradient of the linear's
-        output, `real` (n,) false for padding, and whether a sample was drawn without padding."""
+        """Note a gradient, without waiting for the device.
+
+        Args:
+            norms: (n,), the norms of the rows of the gradient of the linear's output.
+            real: bool (n,), false for padding.
+            left_out: whether a sample was drawn without padding.
+        """
         if norms.is_meta or isinstance(norms, FakeTensor):
             return
         with self._lock:

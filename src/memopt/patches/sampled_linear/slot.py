@@ -38,11 +38,15 @@ __memopt_saves__ = "sampled rows"
 def save_sampled(
     apply: Callable[[SampledInput], Tensor], sampling: Sampling, importance: Importance | None = None
 ) -> Tensor | None:
-    """Output of a linear whose input may be kept as a sample of its rows when the innermost scope's module is done;
-    None if no scope is active, or a foreign hook keeps the saved tensors (`apply` was not called then).
+    """Output of a linear whose input may be kept as a sample of its rows when the innermost scope's module is done.
 
-    `apply` runs an autograd function that saves its input and then its weight, and keeps the given slot. `importance`
-    predicts the norms of the output's gradient.
+    Args:
+        apply: runs an autograd function that saves its input and then its weight, and keeps the given slot.
+        sampling: how rows are drawn.
+        importance: predicts the norms of the output's gradient.
+
+    Returns:
+        None if no scope is active, or a foreign hook keeps the saved tensors; `apply` was not called then.
     """
     slot = new_slot(lambda packing: SampledInput(sampling, importance, packing))
     if slot is None:

@@ -33,8 +33,11 @@ class GradientMemoryCallback(TrainerCallback):
     """
 
     def __init__(self, max_tokens: int | None = None, *, required: bool = True) -> None:
-        """`max_tokens` of a sample are remembered; None: the longest of about 1,000 samples. With `required`, it is an
-        error if no linear is sampled or the data set is no IndexedDataset."""
+        """
+        Args:
+            max_tokens: number of tokens of a sample that are remembered; None: the longest of about 1,000 samples.
+            required: whether it is an error if no linear is sampled or the data set is no IndexedDataset.
+        """
         self.max_tokens, self.required = max_tokens, required
         self.memory: GradientMemory | None = None
         """The memory during training, else None."""

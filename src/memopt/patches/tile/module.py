@@ -78,9 +78,17 @@ class TileRewrite(Rewrite):
 
 
 def patch_tiles(module: nn.Module, numbers: int, room: int, at_once: int = 0) -> None:
-    """Let `module`, which maps each token on its own, run by tiles of tokens where its block runs again in backward.
-    The outputs of its matrix products have `numbers` elements for one token. A tile has `at_once` tokens; 0: as many as
-    `room` bytes take. Raises a ValueError if the module cannot be swapped, or ZeRO-3 has hooks inside."""
+    """Let `module` run by tiles of tokens where its block runs again in backward.
+
+    Args:
+        module: maps each token on its own (`memopt.patches.tile.probe`).
+        numbers: elements that the outputs of its matrix products have for one token.
+        room: bytes that a tile may take.
+        at_once: tokens of a tile; 0: as many as there is room for.
+
+    Raises:
+        ValueError: the module cannot be swapped, or ZeRO-3 has hooks inside.
+    """
     inside = [hooks for each in module.modules() if each is not module for hooks in module_hooks(each)]
     if any(map(is_of_zero, (hook for hooks in inside for hook in hooks.values()))):
         raise ValueError("ZeRO-3 gathers the weights of each module inside by hooks; patch before deepspeed.initialize")

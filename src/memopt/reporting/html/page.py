@@ -38,8 +38,16 @@ def page(
     frontier: SimpleNamespace | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """The page as text: `lines` first, then `tables` (`memopt.reporting.charts.ways_table`), `charts` of memory over
-    the step of each variant, `frontier` (`drawn_frontier`), and `notes` before those of the traced `comparison`."""
+    """The page as text.
+
+    Args:
+        comparison: traced comparison of the stock and the patched model.
+        charts: memory over the step, of each variant.
+        lines: sentences to put first.
+        tables: tables to put before the charts, made by `memopt.reporting.charts.ways_table`.
+        frontier: chart of memory against time, made by `memopt.reporting.charts.drawn_frontier`.
+        notes: sentences to put before those of `comparison`.
+    """
     from jinja2 import Environment
 
     top = max((chart.peak for chart in charts), default=0) * _HEADROOM

@@ -87,9 +87,14 @@ def step_inputs(
     """Keyword arguments of a training forward of `size`: the first candidate that runs; if none runs, the likeliest.
 
     Integers are on the CPU and have values, floating tensors are on meta. Token ids come with a mask of ones, where the
-    forward takes one and runs with it. `model` is in the mode of the step, and on the meta device unless `runs` says
-    whether a forward runs with given arguments. Raises a ModelError if the model has no transformers config, or no
-    arguments of its forward are recognised.
+    forward takes one and runs with it.
+
+    Args:
+        model: in the mode of the step; on the meta device without `runs`.
+        runs: whether a forward runs with given arguments; by default, it is tried on the meta device.
+
+    Raises:
+        ModelError: the model has no transformers config, or no arguments of its forward are recognised.
     """
     first: dict[str, Any] | None = None
     for _, kwargs in candidates(model, "plain", 0, size=size):
