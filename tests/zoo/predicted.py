@@ -1,4 +1,4 @@
-"""What a step of a type's model saves for backward and needs at its peak, predicted from its config alone and real.
+"""The bytes that a step of a type's model saves and needs at its peak: predicted from its config alone, and real.
 
 Every saved storage counts by itself: bytes, dtype, shape, and the module that allocated it. What no saved-tensor hook
 sees counts as live storages. Peaks are sums. No model is known here.
@@ -104,7 +104,7 @@ class _Steps:
         self.training = Training(ROWS, tokens, precision, dropout=False, cuda_kernels=False)
 
     def real(self, recipe: Recipe | None) -> tuple[Account, int]:
-        """What a forward saves, and the bytes at the peak of the second step."""
+        """The saved tensors of a forward, and the bytes at the peak of the second step."""
         torch.manual_seed(0)
         step = RealStep(Step(self.config, self.training, self.sites, recipe), SETUP)
         saved = account(step.model, step.forward, blocks=self.sites.blocks, sites=self.sites)

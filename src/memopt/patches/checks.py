@@ -20,7 +20,7 @@ class Check:
     """Stable name, e.g. ``forward.error_ratio``."""
     level: Level
     subject: str
-    """What was checked: a file, tensors, an output, parameters, a block."""
+    """The checked thing: a file, tensors, an output, parameters, a block."""
     status: Status
     metric: str = ""
     """What `value` is."""
@@ -28,7 +28,7 @@ class Check:
     threshold: float | None = None
     threshold_reason: str = ""
     reference: str = ""
-    """What was compared with, e.g. "fp64 run of the original"."""
+    """The thing compared with, e.g. "fp64 run of the original"."""
     n: int = 0
     """Number of elements, tensors or bytes that were checked."""
     detail: str = ""

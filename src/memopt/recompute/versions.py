@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Noted(Generic[T]):
-    """What is known of tensors with a gradient, by object, as long as they are alive and unchanged."""
+    """Notes on tensors with a gradient, by object, as long as they are alive and unchanged."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, T]] = {}
@@ -30,12 +30,12 @@ class Noted(Generic[T]):
     def note(self, tensor: Tensor, known: T) -> None:
         if tensor.requires_grad:
             key = id(tensor)
-            # What is known may hold other tensors: for no longer than `tensor` lives.
+            # The note may hold other tensors: for no longer than `tensor` lives.
             reference = weakref.ref(tensor, lambda _: self._known.pop(key, None))
             self._known[key] = reference, tensor._version, known
 
     def of(self, tensor: Any) -> T | None:
-        """What is known of `tensor`; None if nothing is, or if it was changed in place since."""
+        """The note on `tensor`; None without one, or if the tensor was changed in place since."""
         known = self._known.get(id(tensor))
         if known is None or known[0]() is not tensor:
             return None

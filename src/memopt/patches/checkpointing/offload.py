@@ -38,7 +38,7 @@ class InputsOfThreads(threading.local):
 
     def __init__(self) -> None:
         self.here = OffloadedInputs()
-        """Those of forwards in this thread; `nn.DataParallel` has a thread for each device."""
+        """The ones of forwards in this thread; `nn.DataParallel` has a thread for each device."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return InputsOfThreads, ()

@@ -113,7 +113,7 @@ class Choice:
     allocator: str = ""
     """How to lower the limit of PyTorch's allocator, if the plan fits only so."""
     notes: tuple[str, ...] = ()
-    """What was assumed about the model and its batch, and what in the recipe has no effect."""
+    """Sentences about assumptions (model, batch) and about fields of the recipe without effect."""
 
     def __str__(self) -> str:
         """The text that `memopt report --budget` prints."""

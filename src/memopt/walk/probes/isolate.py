@@ -86,7 +86,7 @@ class Isolated:
 
 
 class Traces:
-    """What the forward of a module has changed on it and its children: attributes, buffers, items of containers."""
+    """Changes that a forward has made on its module and the children: attributes, buffers, items of containers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._before = module, _state(module)
