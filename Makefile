@@ -116,7 +116,10 @@ DURATIONS = --durations=10 --durations-min=0.5
 COMPILED = $(PYTEST) $(addprefix --ignore=tests/,triton train distributed device)
 INTERPRETED = TRITON_INTERPRET=1 $(PYTEST) tests/triton
 
-test: $(STAMP) ## run the tests that need no GPU, without the slow ones
+# A day of commits runs a part of the cases of rotating tests (tests/support/rotation.py); test-all runs all.
+test test-device test-train test-distributed: export MEMOPT_ROTATE = 1
+
+test: $(STAMP) ## run the tests that need no GPU, without the slow ones, and of those that rotate the part of the day
 	@$(COMPILED) -m "not slow and not gpu"
 	@$(INTERPRETED) -m "not slow"
 
@@ -166,7 +169,7 @@ test-all: $(STAMP) ## run every test that needs no GPU
 	@$(INTERPRETED)
 	@TRITON_INTERPRET=1 $(ON_DEVICE) tests/gpu tests/device/numeric
 	@$(ON_DEVICE) $(addprefix --ignore=tests/device/,numeric quantised) tests/device
-	@$(MAKE) --no-print-directory test-train test-distributed TRAINED='"not gpu"'
+	@$(MAKE) --no-print-directory test-train test-distributed TRAINED='"not gpu"' MEMOPT_ROTATE=
 
 test-faults: $(STAMP) ## kill `memopt patch` 200 times at random moments and let calls of the system fail (a minute or two)
 	@$(PYTEST) -n 0 -s tests/checkpoint/test_faults.py -k hundred

@@ -24,6 +24,7 @@ import torch
 import memopt
 from examples.demo.fetch_models import FetchError, fetch
 from tests.support.garbage import ShortCollections
+from tests.support.rotation import ROTATE, left_for_other_days
 from tests.support.uninitialized import poisoned
 from tests.support.walks import Walks, folder_of_sources, install
 from tests.zoo.share import SHARES, VARIABLE, share
@@ -56,7 +57,9 @@ def _pretrained(name: str) -> Path:
 
 def pytest_report_header() -> str:
     """Which model types run: one line of the header."""
-    return f"zoo: share {os.environ[VARIABLE]} of 0 to {SHARES - 1} ({_SHARE_FROM}); {VARIABLE}=k chooses another"
+    rotating = "a part of them, make test-all runs all" if os.environ.get(ROTATE) else "all"
+    share = f"zoo: share {os.environ[VARIABLE]} of 0 to {SHARES - 1} ({_SHARE_FROM}); {VARIABLE}=k chooses another"
+    return f"{share}; cases of rotating tests: {rotating}"
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +119,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         walks.enabled = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is none."""
+@pytest.hookimpl(trylast=True)  # after `-m` has left out the slow ones, or a test might have none left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases of other days where that is asked for, and skip what is marked `gpu` where there is none."""
+    if os.environ.get(ROTATE):
+        left = left_for_other_days(items, int(os.environ[VARIABLE]))
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in {*left}]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -73,6 +73,7 @@ def test_report_says_the_same_as_of_the_patched_folder(folders: Path) -> None:
     assert trained.after.total < trained.before.total
 
 
+@pytest.mark.rotates(3)
 def test_verify_checks_what_can_be_checked_and_says_what_cannot(folders: Path) -> None:
     verdict = verify(folders / "trained", against=folders / "original")
     assert verdict.exit_code() == 3

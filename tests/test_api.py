@@ -53,6 +53,7 @@ def load_stock(folder: Path, name: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.rotates(3)
 def test_stock_classes_load_the_patched_files_and_compute_the_same_function(checkpoint, name):
     original, patched = checkpoint(name)
     inputs = tiny_inputs(name, 2, 16)
@@ -64,6 +65,7 @@ def test_stock_classes_load_the_patched_files_and_compute_the_same_function(chec
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.rotates(3)
 def test_load_gives_the_loss_of_the_original(checkpoint, name):
     original, patched = checkpoint(name)
     model = memopt.load(patched).train()
@@ -74,6 +76,7 @@ def test_load_gives_the_loss_of_the_original(checkpoint, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.rotates(3)
 def test_saving_a_loaded_model_keeps_every_tensor_name(checkpoint, name, tmp_path):
     original, patched = checkpoint(name)
     memopt.load(patched).save_pretrained(tmp_path)

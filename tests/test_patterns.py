@@ -121,6 +121,7 @@ def test_a_note_of_the_plan_is_logged_and_in_the_summary(settings: str, caplog: 
 
 
 @pytest.mark.parametrize("options", [[], ["-v"], ["--train", "lora"]])
+@pytest.mark.rotates(3)
 def test_every_note_of_the_plan_is_in_the_report_once(
     options: list[str], llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,7 @@ def patched_minilm(minilm, tmp_path_factory) -> Path:
     return patch_checkpoint(minilm, folder).out
 
 
+@pytest.mark.rotates(4)
 def test_the_first_blocks_of_a_post_norm_encoder_pass_every_level(minilm, tmp_path):
     transformers.AutoModel.from_pretrained(minilm, num_hidden_layers=2).save_pretrained(tmp_path / "stock")
     verdict = verify(patch_checkpoint(tmp_path / "stock", tmp_path / "patched").out)
@@ -46,6 +47,7 @@ def test_no_norm_of_a_post_norm_encoder_is_folded(patched_minilm):
     assert read_manifest(patched_minilm).folded_norms() == frozenset()
 
 
+@pytest.mark.rotates(4)
 def test_a_decoder_has_all_its_block_norms_folded_bit_by_bit(patched_smollm2):
     assert len(read_manifest(patched_smollm2).folded_norms()) == 60
     verdict = verify(patched_smollm2, level="weights")

@@ -77,6 +77,7 @@ def outputs(lines: list[str]) -> dict[str, str]:
     return {name: output for name, (_, output) in found.items()}
 
 
+@pytest.mark.rotates(3)
 def test_every_module_can_be_imported(copy: Path, lines: list[str]) -> None:
     package, modules = json.loads(lines[0])
     assert str(copy) in package
@@ -129,6 +130,7 @@ FAST = ("linear", "norm")
     "gone",
     [pytest.param(patch.name, marks=() if patch.name in FAST else pytest.mark.slow) for patch in patches()],
 )
+@pytest.mark.rotates(3)
 def test_recipes_that_do_not_name_it_and_the_planner_work_without_it(gone: str, tmp_path: Path) -> None:
     package_without(gone, tmp_path)
     tiny_model("bert").save_pretrained(tmp_path / "model")

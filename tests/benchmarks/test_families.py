@@ -99,6 +99,7 @@ _SLOW_KERNELS = ("Qwen3-Next", "Falcon-H1", "Bamba", "Kimi-Linear")
 
 
 @pytest.mark.parametrize("name", [*_KERNELS, *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW_KERNELS)])
+@pytest.mark.rotates(4)
 def test_the_sites_are_the_same_with_and_without_the_packages_of_kernels(name: str) -> None:
     family = FAMILIES[NAMES.index(name)]
     config = family.config(family.depths[0])

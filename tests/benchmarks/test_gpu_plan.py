@@ -136,6 +136,7 @@ sys.meta_path = [Filtered if finder is importlib.machinery.PathFinder else finde
 """
 
 
+@pytest.mark.rotates(3)
 def test_memopt_runs_with_what_the_plan_looks_for_and_nothing_else() -> None:
     code = """
 from benchmarks.gpu_plan import needed

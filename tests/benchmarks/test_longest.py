@@ -22,6 +22,7 @@ TINY = {
 }
 
 
+@pytest.mark.rotates(4)
 def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
     found = longest.longest(longest.Case("tiny", "Llama", TINY, "full", "0.65GiB", 8192), most=1 << 16)
     assert 0 < found.tokens < 1 << 16

@@ -57,6 +57,7 @@ def test_the_docs_quote_what_was_found() -> None:
     "words",
     ["SmolLM2-135M qlora 2 x 512, eager", "SmolLM2-135M lora 1 x 4096, sdpa", "bert 1 x 512, fp16-mixed, adamw8bit"],
 )
+@pytest.mark.rotates(3)
 def test_a_prediction_is_what_the_results_say(words: str) -> None:
     run = next(run for run in runs() if all(word in run.name for word in words.split()))
     for peak in run.peaks():

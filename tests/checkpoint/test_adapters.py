@@ -139,6 +139,7 @@ def convert(folders: Path, tmp_path: Path) -> Callable[..., AdapterResult]:
 
 
 @pytest.mark.parametrize("case", EXACT)
+@pytest.mark.rotates(3)
 def test_it_computes_the_same_on_the_folded_model_and_back(
     folders: Path, tmp_path: Path, convert: Callable[..., AdapterResult], case: str
 ) -> None:

@@ -146,6 +146,7 @@ QUICK = ("bart", "clip", "deberta-v2", "gpt_neox", "mamba", "qwen2_moe", "segfor
 @pytest.mark.parametrize(
     "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 )
+@pytest.mark.rotates(3)
 def test_no_model_type_of_transformers_is_refused(tmp_path: Path, model_type: str) -> None:
     if not saved_twin(model_type, tmp_path):
         pytest.skip("this type cannot be built, saved and read")

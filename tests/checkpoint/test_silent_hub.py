@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 from memopt.environment.hub import PATIENCE
 
 COMMIT = "0" * 40
@@ -87,6 +89,7 @@ def spoken(process: subprocess.Popen[str]) -> Iterator[str]:
     return (line for line in process.stderr if not line.endswith(" s so far\n"))
 
 
+@pytest.mark.rotates(4)
 def test_a_silent_hub_is_given_up_in_one_sentence(tmp_path: Path) -> None:
     with silent() as port:
         process = start(COMMAND, ["report", "some/model"], port, tmp_path)
@@ -110,6 +113,7 @@ def test_a_hub_that_refuses_connections_is_given_up_at_once(tmp_path: Path) -> N
     assert "does not answer. Check the network" in errors
 
 
+@pytest.mark.rotates(4)
 def test_a_slow_mirror_is_waited_for(tmp_path: Path) -> None:
     with mirror() as port:
         process = start(LOCATE, [], port, tmp_path)

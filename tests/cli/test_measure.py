@@ -90,6 +90,7 @@ def test_a_batch_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Cap
     )
 
 
+@pytest.mark.rotates(4)
 def test_a_script_that_measures_is_not_run_again(tmp_path: Path) -> None:
     """And an error of the other process is told in this one."""
     named_config("llama").save_pretrained(tmp_path)

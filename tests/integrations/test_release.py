@@ -76,6 +76,7 @@ def pair(recipe: str | None = None) -> list[nn.Module]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("recipe", [None, "exact-levels"])
+@pytest.mark.rotates(3)
 def test_training_is_the_same_to_the_bit(name: str, recipe: str | None) -> None:
     usual, released = pair(recipe)
     first, second = (OPTIMIZERS[name](model.parameters()) for model in (usual, released))

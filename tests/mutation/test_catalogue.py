@@ -23,7 +23,7 @@ from tests.zoo.share import share
 
 #: Folders that a run's slice of the rows is planted in, and in how many days all of their rows have run.
 _FOLDERS = {("llama", "fp32"), ("bert", "bf16"), ("mixtral", "fp16")}
-_IN_FILES, _IN_MODULES = 15, 12
+_IN_FILES, _IN_MODULES = 30, 24
 #: Slices of the whole.
 _PARTS = 24
 

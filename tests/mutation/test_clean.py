@@ -30,6 +30,7 @@ _PARTS = 36
 
 
 @pytest.mark.parametrize("case", _SOME, ids=str)
+@pytest.mark.rotates(4)
 def test_a_right_checkpoint_verifies(case: Case) -> None:
     with workshop() as place:
         result = run(case, place)

@@ -133,6 +133,7 @@ def saved_bytes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.rotates(3)
 def test_gradients_are_the_stock_models_and_no_more_bytes_are_saved(family: str, kind: str) -> None:
     inputs = tiny_inputs(family, 2, 24)
     stock = adapted(family, ADAPTERS[kind](family))

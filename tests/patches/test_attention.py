@@ -105,6 +105,7 @@ def test_attention_dropout_draws_the_same_numbers_when_a_checkpointed_block_runs
     assert any(not torch.allclose(other[name], each) for name, each in expected.items())
 
 
+@pytest.mark.rotates(3)
 def test_a_folder_whose_attention_is_set_is_verified(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "stock")
     patch_checkpoint(tmp_path / "stock", tmp_path / "patched", recipe("eager"))

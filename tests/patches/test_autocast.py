@@ -83,6 +83,7 @@ def compare(seed: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, QUICK, 20)], ids=str)
+@pytest.mark.rotates(3)
 def test_random_programs_are_the_stock_ones(seeds: range) -> None:
     for seed in seeds:
         compare(seed)
@@ -117,6 +118,7 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [*NAMES, "mixtral", "whisper"])
+@pytest.mark.rotates(3)
 def test_every_module_returns_the_dtype_of_the_stock_one(name: str, dtype: torch.dtype) -> None:
     stock, inputs = tiny_model(name).train(), tiny_inputs(name)
     for weights in {torch.float32, dtype} - {torch.float16}:

@@ -421,6 +421,7 @@ CASES = [
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
 @pytest.mark.parametrize(("kind", "implementation", "site"), CASES)
+@pytest.mark.rotates(3)
 def test_gradients_of_models_are_stocks(kind: str, implementation: str, site: str, use_reentrant: bool | None) -> None:
     dtype = torch.float32 if implementation == "grouped_mm" else torch.float64  # PyTorch has none in fp64
     stock = model_of(kind, implementation, dtype)
@@ -436,6 +437,7 @@ def test_gradients_of_models_are_stocks(kind: str, implementation: str, site: st
 
 
 @pytest.mark.parametrize(("kind", "implementation", "site"), CASES)
+@pytest.mark.rotates(3)
 def test_models_save_less(kind: str, implementation: str, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind, implementation, torch.float32)
     patched = memopt.patch(copy.deepcopy(model))
@@ -447,6 +449,7 @@ def test_models_save_less(kind: str, implementation: str, site: str, monkeypatch
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("trained", ["adapters", "router"])
+@pytest.mark.rotates(3)
 def test_adapted_and_frozen_experts(trained: str, implementation: str) -> None:
     dtype = torch.float32 if implementation == "grouped_mm" else torch.float64
     stock = model_of("gpt_oss", implementation, dtype)

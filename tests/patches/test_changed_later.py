@@ -383,6 +383,7 @@ def off(ours: list[Tensor] | str, theirs: list[Tensor] | str) -> str | None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.rotates(3)
 def test_every_change_has_the_effect_that_it_has_on_the_stock_module(kind: str) -> None:
     _, patch = KINDS[kind]
     untouched, effective, wrong = results(made(kind), lambda _: None), 0, []

@@ -94,6 +94,7 @@ def test_as_many_blocks_run_again_as_the_recipe_says(runs, settings, blocks):
 # The loss of a language model is in fp32 whatever the dtype of its logits, as are some norms and scores of attention.
 @pytest.mark.parametrize(("name", "limit"), [("llama", 1e-6), ("bert", 1e-12), ("gpt2", 1e-6), ("t5", 1e-6)])
 @pytest.mark.parametrize("settings", [[FULL], ["method=every-n"], [FULL, "offload=input"]])
+@pytest.mark.rotates(3)
 def test_gradients_are_the_stock_models(name, limit, settings):
     stock, inputs = model_of(name), tiny_inputs(name)
     patched = memopt.patch(copy.deepcopy(stock), recipe(*settings))

@@ -295,6 +295,7 @@ def test_an_exact_recipe_says_nothing() -> None:
         compiled_model(toy())(draw())
 
 
+@pytest.mark.rotates(3)
 def test_a_plan_of_mixed_levels_holds_in_compiled_code_but_for_offloading() -> None:
     compiled._warn_once.cache_clear()
     config = tiny_config("llama", num_hidden_layers=3, architectures=["LlamaForCausalLM"])

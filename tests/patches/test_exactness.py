@@ -27,6 +27,7 @@ def loss_and_gradients(model, inputs):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.rotates(3)
 def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dtype):
     model = tiny_model(name, dtype)
     inputs = cast_inputs(tiny_inputs(name, 2, 24), dtype)

@@ -73,6 +73,7 @@ def saves_a_sum(model):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.rotates(3)
 def test_no_sum_of_weight_and_adapter_is_saved_and_gradients_are_stocks(family, implementation):
     grouped = implementation == "grouped_mm"  # PyTorch has none in fp64
     stock, patched = stock_and_patched(family, implementation, torch.float32 if grouped else torch.float64)

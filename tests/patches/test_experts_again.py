@@ -24,6 +24,7 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 @pytest.mark.parametrize("backwards", ["in order", "both at the end"])
+@pytest.mark.rotates(3)
 def test_adapters_of_all_linears_and_experts(family: str, recipe: str, backwards: str) -> None:
     assert family in FAMILIES
     found = []

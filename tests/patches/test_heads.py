@@ -61,6 +61,7 @@ def step(model: Body, *, grad: bool = True) -> tuple[Tensor, dict[str, Tensor], 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("cls", LOSSES)
+@pytest.mark.rotates(3)
 def test_training_is_stock_and_never_has_whole_logits(cls: type[Body], tied: bool, way: str) -> None:
     ours, stock = cls(tied=tied), cls(tied=tied)
     memopt.patch(ours)
@@ -80,6 +81,7 @@ def test_training_is_stock_and_never_has_whole_logits(cls: type[Body], tied: boo
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("cls", LOSSES)
+@pytest.mark.rotates(3)
 def test_evaluation_is_stock_and_never_has_whole_logits(cls: type[Body], off: Any) -> None:
     ours, stock = memopt.patch(cls()).eval(), cls().eval()
     with off():

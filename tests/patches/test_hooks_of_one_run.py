@@ -43,6 +43,7 @@ def tables(model: nn.Module) -> list[dict[int, Any]]:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("name", PLACES)
+@pytest.mark.rotates(3)
 def test_hooks_that_are_removed_or_added_before_backward(name: str, kind: str, recipe: str, when: str) -> None:
     inputs, found, counted = tiny_inputs(name), [], []
     for patches in (False, True):

@@ -57,6 +57,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("settings", [[], ["checkpointing.offload=input"]])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.rotates(3)
 def test_attention_does_not_run_again_and_gradients_are_equal_to_the_bit(name, attention, settings):
     model, inputs = tiny_model(name, torch.float64), tiny_inputs(name)
     model.set_attn_implementation(attention)

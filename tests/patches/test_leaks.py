@@ -66,6 +66,7 @@ def test_a_step_of_chains_leaves_nothing(kind: str, experts: str, _: str, checkp
 
 @pytest.mark.parametrize("recipe", ["exact-unfolded", "exact-levels", "int8"])
 @pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES])
+@pytest.mark.rotates(3)
 def test_a_step_leaves_nothing(name: str, recipe: str) -> None:
     torch.manual_seed(0)
     model = tiny_model(name)

@@ -52,6 +52,7 @@ def measured(model: nn.Module, *, first: bool = False) -> Activations:
 
 
 @pytest.mark.parametrize("name", ["llama", "vit", "gpt2", "bert"])
+@pytest.mark.rotates(2)
 def test_a_checkpointed_block_needs_no_more_than_checkpointing_alone(monkeypatch, name):
     monkeypatch.setattr(pieces, "LEAST", 2**8)  # as it is with large tensors
     stock, patched = bodies(name, checkpointed=True)

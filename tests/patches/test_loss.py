@@ -302,6 +302,7 @@ def step(model: nn.Module, given: dict[str, Any]) -> tuple[Any, dict[str, Tensor
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", [*TINY, *FAMILIES])
+@pytest.mark.rotates(3)
 def test_families(family: str, tied: bool) -> None:
     model = build(family, tie_word_embeddings=tied).train()
     given = inputs(family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,5 +43,6 @@ def train(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.rotates(3)
 def test_gradients_are_those_of_saved_outputs(tmp_path):
     run_ranks(train, str(tmp_path))

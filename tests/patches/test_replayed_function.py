@@ -304,6 +304,7 @@ def test_models_of_this_kind_keep_less_and_have_the_same_gradients(
 
 
 @pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.rotates(3)
 def test_verify_allows_a_function_to_free_what_the_stock_model_saves(
     allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

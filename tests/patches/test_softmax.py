@@ -311,6 +311,7 @@ def step(model: nn.Module, family: str, autocast: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bert", "vit", "t5", "opt", "gpt2"])
+@pytest.mark.rotates(3)
 def test_models_compute_the_same_bits_from_fewer_bytes(family: str, autocast: bool) -> None:
     models = [eager(family, recipe) for recipe in (OFF, ON)]
     sites = [entry for entry in memopt.plan_for(models[1], ON).rewrites if entry.kind == "softmax"]
@@ -381,6 +382,7 @@ def padded_step(model: nn.Module, autocast: bool = False) -> list[Tensor]:
     ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.rotates(3)
 def test_disentangled_attention_computes_the_same_bits(
     dtype: torch.dtype, autocast: bool, lora: bool, dropout: float
 ) -> None:

@@ -325,6 +325,7 @@ def test_a_block_that_ends_in_tiles_runs_them_once_more_only(differentiated):
     assert len(calls) == 2 * 6
 
 
+@pytest.mark.rotates(3)
 def test_the_transient_of_a_block_does_not_grow_with_its_width(differentiated):
     tokens = 4000
 

@@ -74,6 +74,7 @@ def _wrapped(model: nn.Module, engine: str) -> nn.Module:
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp, each MLP"])
+@pytest.mark.rotates(3)
 def test_gradients_are_those_of_the_stock_model(tmp_path, engine, adapted):
     run_ranks(train, str(tmp_path), engine, adapted, (16, 16))
 

@@ -47,6 +47,7 @@ def train(rank: int, folder: str, checkpointing: bool, autocast: bool) -> None:
 
 
 @pytest.mark.parametrize(("checkpointing", "autocast"), [(False, False), (True, False), (False, True)])
+@pytest.mark.rotates(3)
 def test_gradients_are_those_of_the_stock_model(tmp_path, checkpointing, autocast):
     run_ranks(train, str(tmp_path), checkpointing, autocast)
 
@@ -83,5 +84,6 @@ def train_by_flat_parameters(rank: int, folder: str, original: bool, wrapper: bo
 
 
 @pytest.mark.parametrize(("original", "wrapper"), [(True, False), (True, True), (False, False)])
+@pytest.mark.rotates(3)
 def test_flat_parameters_under_checkpointing_have_the_stock_gradients(tmp_path, original, wrapper):
     run_ranks(train_by_flat_parameters, str(tmp_path), original, wrapper)

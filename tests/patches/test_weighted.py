@@ -94,6 +94,7 @@ def weighed(monkeypatch):
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])  # PyTorch has no grouped product in fp64
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.rotates(3)
 def test_gradients_are_stocks_in_fp64(family, way, implementation, weighed):
     stock = WAYS[way](base(family, implementation))
     patched = memopt.patch(copy.deepcopy(stock))
@@ -104,6 +105,7 @@ def test_gradients_are_stocks_in_fp64(family, way, implementation, weighed):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.rotates(3)
 def test_bf16_gradients_are_as_right_as_stocks(family, way, implementation, weighed):
     """Of routers, and of everything; against fp64, whose routes the experts' rounding may not change here."""
     stock = WAYS[way](base(family, implementation, torch.bfloat16))
@@ -174,6 +176,7 @@ def test_without_gradients_it_is_stock_to_the_bit(implementation, weighed):
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.rotates(3)
 def test_under_activation_checkpointing(way, use_reentrant, implementation, weighed):
     stock = WAYS[way](base("Qwen2Moe", implementation))
     patched = memopt.patch(copy.deepcopy(stock))

@@ -127,6 +127,7 @@ def test_a_sketch_of_a_step_tells_what_more_rows_and_longer_ones_need(recipe: st
         pytest.param("t5", "exact-unfolded", Training(2, 64, precision="bf16-mixed"), True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.rotates(2)
 def test_an_answer_that_is_told_is_that_of_predictions(
     name: str, recipe: str | None, training: Training, by_length: bool
 ) -> None:

@@ -37,12 +37,14 @@ def step(train: Train, *settings: str) -> Step:
         pytest.param("lora", "none", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.rotates(3)
 def test_without_offloading_to_the_byte(train: Train, keep: str) -> None:
     found = compare(step(train, "checkpointing.offload=none", f"checkpointing.keep={keep}"))
     assert found.measured.allocated == found.predicted
 
 
 @pytest.mark.parametrize(("keep", "outputs"), [pytest.param("none", 0, marks=pytest.mark.slow), ("attention", 1)])
+@pytest.mark.rotates(3)
 def test_what_waits_in_cpu_memory_is_beside_it(keep: str, outputs: int) -> None:
     """On the CPU it is measured too: inputs, outputs of attention and their row statistics, in fp32."""
     found = compare(step("full", f"checkpointing.keep={keep}"))

@@ -35,6 +35,7 @@ FAST = [
 
 
 @pytest.mark.parametrize("pair", FAST, ids=str)
+@pytest.mark.rotates(3)
 def test_the_predicted_peak_is_that_of_a_real_step(pair: Pair) -> None:
     row = measure(replace(pair, depth=1))
     assert abs(row.error) <= LIMIT
@@ -44,6 +45,7 @@ def test_the_predicted_peak_is_that_of_a_real_step(pair: Pair) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.rotates(3)
 def test_released_gradients_leave_what_they_leave_in_a_real_step(
     name: str, recipe: str | None, checkpointing: Checkpointing
 ) -> None:

@@ -29,12 +29,14 @@ def eager() -> Headline:
     return headline(Request("a model"), gpu="560MiB", step=about)
 
 
+@pytest.mark.rotates(4)
 def test_eager_attention_is_named_with_what_the_model_supports(eager: Headline) -> None:
     (advice,) = (each for each in eager.remedies if "tokens x tokens" in each)
     assert "attn_implementation='flash_attention_2' or 'flex_attention' makes none (--attention counts it)" in advice
     assert "sdpa" not in advice  # this model's scores are capped
 
 
+@pytest.mark.rotates(4)
 def test_masks_of_dropouts_are_named_with_the_setting_that_saves_seeds() -> None:
     config = named_config(
         "bert", hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.0, max_position_embeddings=2048
@@ -59,6 +61,7 @@ def test_where_no_other_exact_way_fits_the_recipe_for_long_context_is_named_with
     assert advice.endswith('memopt.patch(model, "long-context")')
 
 
+@pytest.mark.rotates(4)
 def test_full_tuning_that_its_gradients_alone_keep_from_fitting_is_told_to_release_them() -> None:
     config = named_config("llama", hidden_size=1024, intermediate_size=4096, vocab_size=8192)
     about = Step(config, Training(1, 64), sites_of(config), load_recipe("exact-unfolded"))
@@ -76,6 +79,7 @@ def test_full_tuning_that_its_gradients_alone_keep_from_fitting_is_told_to_relea
 LONG = {"long-context": (), "long-context, keep=none": ("checkpointing.keep=none",)}
 
 
+@pytest.mark.rotates(4)
 def test_the_longest_sequence_of_each_way_is_that_of_its_predictions() -> None:
     config = named_config("llama", max_position_embeddings=2048, intermediate_size=1024)
     about = Step(config, Training(1, 512), sites_of(config), load_recipe("exact-unfolded"))
@@ -100,6 +104,7 @@ def test_the_longest_sequence_of_each_way_is_that_of_its_predictions() -> None:
     ("name", "positions"),
     [("gpt2", "n_positions"), pytest.param("bert", "max_position_embeddings", marks=pytest.mark.slow)],
 )
+@pytest.mark.rotates(4)
 def test_a_table_of_positions_ends_the_search(name: str, positions: str) -> None:
     config = named_config(name, **{positions: 200})
     assert not has_table_of_positions(build_meta(named_config("llama", vocab_size=200, max_position_embeddings=200)))
@@ -130,6 +135,7 @@ def test_a_way_that_the_model_refuses_is_left_out_with_the_reason() -> None:
     assert "stock + checkpointing. ResNetForImageClassification does not support" in why
 
 
+@pytest.mark.rotates(4)
 def test_the_search_ends_at_the_last_batch_that_the_model_takes() -> None:
     config = GPT2Config(
         vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, architectures=["GPT2ForSequenceClassification"]

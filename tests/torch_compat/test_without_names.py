@@ -57,6 +57,7 @@ def examined() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.rotates(3)
 def test_without_a_group_of_names_models_are_patched_and_right(examined: dict[str, dict[str, Any]], group: str) -> None:
     _is_right(examined[GROUPS[group]], examined["nothing"])
 

@@ -47,6 +47,7 @@ def squares(found: Trace) -> int:
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
 @pytest.mark.parametrize("settings", [(), ("checkpointing.method=full", "checkpointing.keep=attention")])
 @pytest.mark.parametrize("name", ["llama", "vit"])
+@pytest.mark.rotates(3)
 def test_each_saves_what_the_fused_operator_of_pytorch_saves(name: str, settings: Any, precision: Any) -> None:
     config = named_config(name, max_position_embeddings=SEQ)
     recipe = load_recipe("exact-unfolded", settings) if settings else None

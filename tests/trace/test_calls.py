@@ -93,6 +93,7 @@ def costs(of: Trace) -> list[Hashable]:
 
 @pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
 @pytest.mark.parametrize(("config", "training"), WAYS)
+@pytest.mark.rotates(3)
 def test_counted_calls_allocate_free_and_compute_what_each_call_does(
     config: Callable[[], PreTrainedConfig], training: Training, recipe: str | None
 ) -> None:

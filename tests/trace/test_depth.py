@@ -39,6 +39,7 @@ def step_of(config: PreTrainedConfig, recipe: str | None) -> Step:
         pytest.param("llama", "int8", Training(2, 16, checkpointing="full"), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.rotates(3)
 def test_the_step_of_a_few_blocks_extends_to_that_of_all(name: str, recipe: str | None, training: Training) -> None:
     short = tracer(name, recipe)
     assert _form(short.at(training)) == _form(short._trace(training))
@@ -56,6 +57,7 @@ def test_experts_with_adapters_extend_too() -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
+@pytest.mark.rotates(3)
 def test_decoders_whose_blocks_add_to_one_gradient_extend_too(recipe: str | None) -> None:
     config = named_config("t5", num_layers=8, num_decoder_layers=8)
     short = Tracer(step_of(config, recipe))

@@ -77,6 +77,7 @@ def cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bert", "vit", "phi3"])
+@pytest.mark.rotates(3)
 def test_the_trace_has_the_bytes_of_the_real_run_stock_and_patched(name: str) -> None:
     config = named_config(name)
     sites, recipe = sites_of(config), load_recipe("exact-unfolded")

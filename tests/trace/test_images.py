@@ -82,6 +82,7 @@ def _cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("images", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.rotates(3)
 def test_a_row_has_the_images_and_the_tokens_that_are_asked_for(name: str, images: int) -> None:
     config, side, features = MODELS[name]
     sites, seq = find_sites(build_meta(config)), 3 * 256 + 32

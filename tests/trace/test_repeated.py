@@ -57,6 +57,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     ],
 )
 @pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.rotates(3)
 def test_a_step_of_counted_pieces_is_that_of_all(
     name: str, training: Training, at_once: bool, monkeypatch: pytest.MonkeyPatch, repeated: list[tuple[int, bool]]
 ) -> None:

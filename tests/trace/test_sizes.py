@@ -37,6 +37,7 @@ QUICK = ("llama", "t5")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*NAMES, *MORE_NAMES)]
 )
+@pytest.mark.rotates(3)
 def test_a_step_of_another_size_is_that_of_a_model_built_for_it(
     name: str, recipe: str | None, training: dict[str, Any]
 ) -> None:

@@ -34,6 +34,7 @@ SLOW = {"Qwen3Moe", "Olmoe"}
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CONFIGS]
 )
+@pytest.mark.rotates(3)
 def test_a_folder_with_experts_is_verified(family, tmp_path):
     config = getattr(transformers, f"{family}Config")(**_SIZES | CONFIGS[family])
     with torch.random.fork_rng(devices=[]):

@@ -81,6 +81,7 @@ def test_a_norm_with_a_caution_is_folded_on_demand_only(originals, changed_folde
 
 
 @pytest.mark.parametrize("name", CAUTIONED)
+@pytest.mark.rotates(4)
 def test_what_it_changes_is_listed_and_everything_else_is_verified(changed_folders, name):
     norm, changed = CAUTIONED[name]
     verdict = verify(changed_folders(name))

@@ -70,6 +70,7 @@ def test_runs_of_other_fields_or_shapes_are_not_compared() -> None:
     assert not rows.rows()
 
 
+@pytest.mark.rotates(3)
 def test_a_choice_that_few_runs_turn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     # Its router chooses another expert in the patched run, and in a third of the runs with random rounding.
     added: list[int] = []

@@ -66,6 +66,7 @@ def test_grouped_attention_in_fp32_keeps_what_the_plan_says(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.rotates(3)
 def test_codes_of_what_other_modules_save_are_not_a_norms_own(name, tmp_path):
     tiny_model(name, torch.bfloat16).save_pretrained(tmp_path / "original")
     patch_checkpoint(tmp_path / "original", tmp_path / "out", "int8")
@@ -73,6 +74,7 @@ def test_codes_of_what_other_modules_save_are_not_a_norms_own(name, tmp_path):
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
 
 
+@pytest.mark.rotates(3)
 def test_a_model_of_sounds_is_planned_for_the_sounds_that_are_measured(tmp_path):
     """They are far shorter than those of a step that `memopt report` traces."""
     config = transformers.Wav2Vec2Config(

@@ -89,6 +89,7 @@ def test_nothing_lives_behind_a_step_of_a_right_checkpoint(patched):
         ),
     ],
 )
+@pytest.mark.rotates(3)
 def test_a_fault_of_one_situation_is_named(fault, architecture, dtype, check):
     (planted,) = (each for each in FAULTS if each.name == fault and each.kind == "situations")
     with workshop() as place:

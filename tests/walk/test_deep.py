@@ -24,6 +24,7 @@ def test_a_walk_over_a_few_blocks_finds_the_sites_of_all(name: str, monkeypatch:
     assert [name for name, _ in model.named_modules()] == names
 
 
+@pytest.mark.rotates(3)
 def test_sites_that_name_blocks_far_away_are_found_by_a_whole_walk() -> None:
     """The last norm of an encoder names the linears of all blocks of the decoder."""
     config = named_config("t5", num_layers=6)

@@ -129,6 +129,7 @@ VERDICTS |= dict.fromkeys(("mistral", "phi3", "mixtral"), VERDICTS["llama"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.rotates(3)
 def test_norms_are_folded_or_refused_as_they_should(family: str) -> None:
     sites = walked(family)
     expected, *reasons = VERDICTS[family]

@@ -61,6 +61,7 @@ def test_nothing_is_patched_is_not_said_where_nothing_was_tried() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.rotates(3)
 def test_models_that_are_seen_whole_say_nothing(name: str) -> None:
     assert not walk_model(tiny_model(name)).unseen
 

@@ -25,6 +25,7 @@ _CASES = [
 
 
 @pytest.mark.parametrize("family", _CASES)
+@pytest.mark.rotates(3)
 def test_gradients_are_those_of_the_stock_model(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_STEP", 3)  # tokens of a tile, of few in a batch
     monkeypatch.setattr(tiles, "_COPIES", 1 << 30)

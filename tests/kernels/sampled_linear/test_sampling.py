@@ -54,6 +54,7 @@ def test_rows_kept_refuses_what_is_no_budget(rows: int, budget: float) -> None:
 
 @every_case
 @every_method
+@pytest.mark.rotates(3)
 def test_the_mean_of_many_draws_is_the_gradient(method: Method, name: str) -> None:
     assert is_unbiased(CASES[name], method)
 
@@ -107,6 +108,7 @@ FAULTS: list[tuple[str, Sampler, Method, str]] = [
 
 
 @pytest.mark.parametrize(("fault", "sampler", "method", "name"), FAULTS, ids=lambda value: str(value)[:16])
+@pytest.mark.rotates(3)
 def test_a_faulty_sampler_is_told_by_the_same_assertion(
     fault: str, sampler: Sampler, method: Method, name: str
 ) -> None:
@@ -342,6 +344,7 @@ def test_nothing_looks_at_a_value_while_rows_are_drawn(k: int, method: Method) -
 
 @every_method
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.rotates(4)
 def test_the_sampler_compiles_into_one_graph(dynamic: bool, method: Method) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(

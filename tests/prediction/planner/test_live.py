@@ -119,6 +119,7 @@ def forms(parameters: Any) -> list[tuple[tuple[int, ...], str]]:
         {"trainable_token_indices": [1, 2]},
     ],
 )
+@pytest.mark.rotates(3)
 def test_a_plan_trains_whatever_the_config_of_the_adapters_says(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -171,6 +171,7 @@ def test_what_takes_most_of_a_budget_that_is_too_small_is_named(llama: Task) -> 
         choose(task_of("llama", batch=1, cuda_kernels=True), 1 << 28)
 
 
+@pytest.mark.rotates(4)
 def test_who_allows_approximate_recipes_is_not_told_to_allow_them() -> None:
     task = task_of("llama", batch=64, seq=128)
     task = replace(task, levels=replace(task.levels, beyond=()), splits=False)
@@ -200,6 +201,7 @@ def long() -> Task:
     return _task("llama", of, Setup(), find_card("a100-80gb"))
 
 
+@pytest.mark.rotates(4)
 def test_where_one_block_needs_too_much_it_runs_by_tiles_and_groups_of_heads(long: Task) -> None:
     plain = replace(long, levels=replace(long.levels, narrower={}))
     budget = (frontier_of(long).points[-1].total + frontier_of(plain).points[-1].total) // 2

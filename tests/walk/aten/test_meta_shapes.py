@@ -98,6 +98,7 @@ def test_numbers_are_not_taken_for_forms() -> None:
 @pytest.mark.parametrize(
     "family", ["llama", "mixtral", pytest.param("qwen2_vl", marks=pytest.mark.slow), "swin", "t5", "whisper"]
 )
+@pytest.mark.rotates(2)
 def test_whole_forwards_are_answered_rightly(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, compared, truths = MetaShapes.call, [], {}
 

@@ -34,6 +34,7 @@ def test_every_family_with_a_mask_runs_a_padded_call(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.rotates(3)
 def test_every_family_runs_on_meta_in_its_real_shape(family: str) -> None:
     assert "plain" in {call.label for call in runnable_calls(build_meta(make_config(family)), variants=("plain",))}
 

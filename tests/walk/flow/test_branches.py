@@ -144,6 +144,7 @@ def norm_by_inputs(condition: str, length: int) -> NormSite:
 
 @pytest.mark.parametrize("length", [16, 40])
 @pytest.mark.parametrize("condition", [name for name in WRONG if name != "value behind a value"])
+@pytest.mark.rotates(3)
 def test_branches_are_looked_for_with_the_inputs_that_are_given(condition: str, length: int) -> None:
     norm = norm_by_inputs(condition, length)
     assert not norm.foldable_with_cautions

@@ -54,6 +54,7 @@ def really_saved_by(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, se
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.rotates(3)
 def test_what_else_saves_an_input_is_that_of_real_tensors(family: str) -> None:
     name, settings = FAMILIES[family]
     model = tiny_model(name, **settings)

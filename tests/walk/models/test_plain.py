@@ -48,6 +48,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
+@pytest.mark.rotates(3)
 def test_the_sites_are_those_without_the_kernel(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config()
     with monkeypatch.context() as without:
@@ -71,6 +72,7 @@ def test_training_runs_the_kernel(installed: list[str]) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
 
 
+@pytest.mark.rotates(3)
 def test_a_trace_assumes_the_kernel_and_says_so(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config()
     sites = walk_config(config)

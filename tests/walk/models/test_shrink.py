@@ -36,6 +36,7 @@ def _token_ids(config: PreTrainedConfig) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.rotates(3)
 def test_every_family_becomes_small_and_still_builds(family: str) -> None:
     assert sum(parameter.numel() for parameter in twin(family).parameters()) < 6e6 < MAX_PARAMETERS
 
