@@ -38,6 +38,7 @@ def _are_equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("lora_dropout", [None, 0.1], ids=["full", "LoRA with dropout"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.rotates(3)
 def test_resuming_is_exact(pair: Pair, kind: Kind, lora_dropout: float | None, tmp_path: Path) -> None:
     pair.call(resumed, Case(kind, lora_dropout=lora_dropout, adam=True, rate=1e-3), str(tmp_path))
 

@@ -44,6 +44,7 @@ def _second_forward(model: nn.Module, case: Case, rank: int) -> Callable[[], Any
 
 @pytest.mark.parametrize("lora_dropout", [None, 0.0], ids=["full", "LoRA"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.mark.rotates(3)
 def test_as_many_bytes_are_spared_as_on_one_device(pair: Pair, kind: Kind, lora_dropout: float | None) -> None:
     case = Case(kind, lora_dropout=lora_dropout, overrides=WHOLE_LOGITS)
     for under, alone in pair.call(spared, case):

@@ -80,5 +80,6 @@ def resumed(rank: int, kind: Kind, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2"])
+@pytest.mark.rotates(3)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(pair: Pair, kind: Kind, tmp_path: Path) -> None:
     pair.call(resumed, kind, str(tmp_path))

@@ -75,6 +75,7 @@ def compared(rank: int, case: Case) -> Compared:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 )
+@pytest.mark.rotates(3)
 def test_a_patched_run_is_as_near_as_rounding_allows(pair: Pair, name: str) -> None:
     case = CASES[name]
     for found in pair.call(compared, case):

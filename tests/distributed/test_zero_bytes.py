@@ -70,6 +70,7 @@ def compared(rank: int, stage: int, precision: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.rotates(3)
 def test_weights_states_and_buckets_are_those_of_the_formulas(pair: Pair, stage: int, precision: str) -> None:
     for rest, step in pair.call(compared, stage, precision):
         # The model's buffers and the batches are a hundredth of these weights.

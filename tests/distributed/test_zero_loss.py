@@ -130,6 +130,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:memopt. the logits of this step are computed whole")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.rotates(3)
 def test_losses_and_weights_are_the_stock_ones(pair: Pair, name: str) -> None:
     for found, limit in pair.call(compared, CASES[name]):
         assert found <= limit < 1e-3
@@ -148,6 +149,7 @@ def largest(rank: int, case: HeadCase, *, patched: bool) -> int:
 
 
 @pytest.mark.parametrize("name", ["tied, in chunks", "inside modules", "a loss by rows"])
+@pytest.mark.rotates(3)
 def test_no_tensor_of_a_step_is_as_large_as_the_logits(pair: Pair, name: str) -> None:
     case, logits = CASES[name], MANY * (TOKENS - 1) * VOCABULARY
     assert min(pair.call(largest, case, patched=False)) >= logits

@@ -65,6 +65,7 @@ def run(rank: int, case: TileCase, how: str) -> tuple[Trajectory, int, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.rotates(3)
 def test_weights_are_those_of_the_stock_model_and_gathered_for_all_tiles_at_once(pair: Pair, name: str) -> None:
     case = CASES[name]
     stock = pair.call(run, replace(case, checkpointing=True), "stock")

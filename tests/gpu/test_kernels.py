@@ -240,6 +240,7 @@ def launches(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.rotates(3)
 def test_patched_models_run_the_kernels(launches, name, expected, dtype):
     model = tiny_model(name, dtype).to(DEVICE)
     inputs = {key: value.to(DEVICE) for key, value in tiny_inputs(name, 2, 16, dtype=dtype).items()}

@@ -48,6 +48,7 @@ def _plain_fp32():
 
 
 @pytest.mark.parametrize(("name", "dtype"), [case(name, dtype) for name in NAMES for dtype in DTYPES])
+@pytest.mark.rotates(3)
 def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dtype):
     model = tiny_model(name, dtype).to(DEVICE)
     inputs = placed(tiny_inputs(name, 2, TOKENS), DEVICE, dtype)
@@ -60,6 +61,7 @@ def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dty
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.rotates(3)
 def test_autocast_gradients_are_no_worse(name):
     inputs = placed(tiny_inputs(name, 2, TOKENS), DEVICE, torch.float32)
     model = tiny_model(name).to(DEVICE)

@@ -37,6 +37,7 @@ def gradients(model: torch.nn.Module, name: str, seed: int = 0) -> dict[str, tor
 
 @pytest.mark.parametrize("recipe", ["sampled", "wta-crs"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.rotates(3)
 def test_only_sampled_weights_have_other_gradients(name: str, recipe: str) -> None:
     stock, model = built(name, None), built(name, recipe)
     sampled = {site.parameter for site in memopt.plan_for(stock, load_recipe(recipe)).chosen("linear", "sample")}

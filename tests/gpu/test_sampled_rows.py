@@ -64,6 +64,7 @@ def test_results_are_those_of_the_reference(dtype: torch.dtype) -> None:
 
 @every_method
 @pytest.mark.parametrize("n", [100, ROWS, 2**20])
+@pytest.mark.rotates(3)
 def test_the_same_seed_draws_the_same_rows_ten_times(n: int, method: Method) -> None:
     first = sample_rows(scores(n), n // 3, method, seeded(3))
     for _ in range(9):

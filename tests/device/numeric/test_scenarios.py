@@ -22,6 +22,7 @@ def parameters() -> list[object]:
 
 
 @pytest.mark.parametrize("way", parameters())
+@pytest.mark.rotates(3)
 def test_a_step_is_as_right_as_stock_and_waits_no_more_for_the_device(way: Way) -> None:
     model, inputs = built(way), batch(way)
     truth = truth_of(way, model, inputs)

@@ -43,6 +43,7 @@ def train(model: Any, data: list[dict[str, torch.Tensor]], device: str | None = 
     [Way("llama"), Way("bert", checkpointing="levels"), Way("t5", checkpointing="offload"), Way("gpt2", "lora")],
     ids=str,
 )
+@pytest.mark.rotates(3)
 def test_a_loop_follows_stocks(way: Way) -> None:
     data = [batch(way, "cpu", seed) for seed in range(3 * ACCUMULATED)]
     wide = [{k: t.double() if t.is_floating_point() else t for k, t in each.items()} for each in data]
@@ -93,6 +94,7 @@ MAPS = {
 
 @pytest.mark.parametrize("recipe", ["exact-unfolded", "exact-levels"])
 @pytest.mark.parametrize("places", MAPS.values(), ids=MAPS)
+@pytest.mark.rotates(3)
 def test_two_devices_give_the_gradients_of_stock_and_a_loss_in_parts(places: dict[str, Any], recipe: str) -> None:
     from accelerate import dispatch_model
 

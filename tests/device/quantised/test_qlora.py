@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS, ids=lambda each: str(each))
+@pytest.mark.rotates(3)
 def test_a_step_on_quantised_linears_is_as_right_as_stock(kind: str, way: Way, folder: Path) -> None:
     inputs = {name: tensor.cuda() for name, tensor in tiny_inputs("llama", 2, 16).items()}
 
