@@ -27,6 +27,7 @@ LIBRARIES = {"diffusion": "diffusers", "embeddings": "sentence_transformers"}
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "qlora")),
     ],
 )
+@pytest.mark.rotates(3)
 def test_an_example_trains_a_patched_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def _installed(model: LibraryModel) -> None:
 
 
 @pytest.mark.parametrize("model", CHOSEN, ids=lambda model: model.name)
+@pytest.mark.rotates(3)
 def test_a_model_is_patched_without_inputs_and_stays_right(model: LibraryModel) -> None:
     _installed(model)
     row = examine_library(model)

@@ -114,6 +114,7 @@ def assert_same(ours: Gradients, stock: Gradients) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.rotates(3)
 def test_gradients_and_saved_bytes(folder: Path, kind: str) -> None:
     inputs = tiny_inputs("llama", 2, _ROWS // 2)
     stock = adapted(KINDS[kind](folder, torch.float32))

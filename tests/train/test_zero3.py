@@ -63,6 +63,7 @@ def train(rank: int, folder: Path, port: int) -> None:
     assert losses(trainer(folder, callback, wrap=callback.model_init)) == pytest.approx(stock, rel=1e-5)
 
 
+@pytest.mark.rotates(3)
 def test_a_model_that_was_partitioned_while_it_was_loaded_trains_as_the_stock_one(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     with socket.socket() as free:
