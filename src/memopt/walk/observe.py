@@ -183,6 +183,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     # Modules of other sites are left out of `chained`: other patches rewrite them.
     known = {each.name for each in norms} | {each.name for each in observed.functions}
     known |= {each.name for each in gated if each.form is not None} | {x.name for x in activations if x.is_module}
+    blocks = find_blocks(model, {n.name for n in norms}, owners, mode.visited)
     sites = Sites(
         model_class=type(model).__name__,
         model_type=str(getattr(config, "model_type", "")),
@@ -195,7 +196,8 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         functions=observed.functions,
         chained=tuple(name for name in observed.chained if name not in known),
         loss_heads=tuple(heads),
-        blocks=find_blocks(model, {n.name for n in norms}, owners, mode.visited),
+        blocks=blocks,
+        read_through_caches=observed.caches.of(blocks),
         hidden_size=_hidden_size(config, norms),
         skipped=tuple(skipped.items()),
         notes=tuple(_notes(observed, norms, [x.parameter for x in linears if x.parameter not in observed.inputs])),

@@ -99,8 +99,9 @@ def loss_backward_kernel(  # type: ignore[no-untyped-def]
     inside = col < columns
     hit = tl.load(hit_ptr + row)
     flat = tl.load(flat_ptr + row) if SMOOTHED else hit
-    unused = (hit == 0) & (flat == 0)
-    x = tl.load(logits_ptr + row * stride + col, mask=inside & (unused == 0), other=0.0).to(tl.float32)
+    # Of a row without a gradient nothing is read. Triton 3.9 interprets no mask that joins a scalar and a block.
+    read = tl.where((hit == 0) & (flat == 0), 0, columns)
+    x = tl.load(logits_ptr + row * stride + col, mask=col < read, other=0.0).to(tl.float32)
     dx = _gradient(
         x, tl.load(lse_ptr + row * 2), tl.load(lse_ptr + row * 2 + 1), col == tl.load(target_ptr + row), hit, flat,
         weight_ptr, weight_sum_ptr, col, inside, WEIGHTED, SMOOTHED,

@@ -88,7 +88,9 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         rules = plan.recipe.rules(CheckpointingRules)
         if rules.is_off:
             return None
-        counted = [block for block in plan.sites.blocks if _is_counted(block, rules)]
+        if site in plan.sites.read_through_caches:
+            return LEFT, "another part of the forward reads its keys and values from a cache, where it would leave none"
+        counted = [block for block in _eligible(plan) if _is_counted(block, rules)]
         if site not in counted:
             return LEFT, "not among the recipe's checkpointing.blocks"
         place = counted.index(site)
@@ -118,7 +120,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
             yield Patterns(f"{rules.key}.{name}", getattr(rules, name), plan.sites.blocks, "block")
 
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-        blocks = {block: (block,) for block in plan.sites.blocks}
+        blocks = {block: (block,) for block in _eligible(plan)}
         return dict.fromkeys(self.rows.actions.values(), blocks)
 
     def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -156,7 +158,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         chosen = set(live.plan.chosen(self.name))
         offloaded = {*live.plan.chosen(self.name, OFFLOADED), *live.plan.chosen(self.name, BOTH)}
         inputs, rules = InputsOfThreads(), live.plan.recipe.rules(CheckpointingRules)
-        for block in live.plan.sites.blocks:
+        for block in _eligible(live.plan):
             # The other blocks are patched too, because transformers' switch sets all blocks of a model.
             if block in chosen or has_switch(live.modules[block]):
                 waits = inputs if block in offloaded else None
@@ -188,6 +190,10 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
 def _is_among(block: str, names: str | tuple[str, ...]) -> bool:
     """Whether a field of the rules includes `block`, by a word for all blocks or by patterns."""
     return any_matches(block, names) if isinstance(names, tuple) else names != OFF
+
+
+def _eligible(plan: PlanView) -> list[str]:
+    return [block for block in plan.sites.blocks if block not in plan.sites.read_through_caches]
 
 
 def _is_counted(block: str, rules: CheckpointingRules) -> bool:

@@ -14,6 +14,7 @@ from memopt.walk.aten.precision import default_dtype
 from memopt.walk.calls.inputs import Call, Calls
 from memopt.walk.calls.parts import every_call
 from memopt.walk.flow.branches import Branches
+from memopt.walk.flow.caches import CacheReads
 from memopt.walk.flow.linear_inputs import InputUse, input_uses
 from memopt.walk.flow.origins import Labels
 from memopt.walk.flow.shadow import ShadowMode
@@ -35,6 +36,7 @@ class Observed:
     """Functions that save large intermediates; only functions that ran with gradients."""
     chained: tuple[str, ...]
     """Modules with chains of elementwise operations that save more bytes than the tensors at their start."""
+    caches: CacheReads
     unseen: str = ""
     """Why some branch was not observed; empty if every branch was, or if branches were not requested."""
 
@@ -57,8 +59,9 @@ def observe(
         return [mode.run(target, call) for _ in range(1 if branches.exploring else repeats)][-1]
 
     branches = Branches(run)
+    caches = CacheReads(model)
     with plain_torch(float64=not on_meta):
-        with mode.watch():
+        with mode.watch(), caches.watch():
             calls = every_call(model, inputs, run=branches.run if with_branches else run)
             if with_branches:
                 calls = Calls([*calls, *branches.lengths(model, inputs)], calls.errors)
@@ -66,7 +69,7 @@ def observe(
         weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
         uses, functions, chained = input_uses(model, calls, weights, mode.parameters)
     traces = [*((call.label, "ok") for call in calls), *calls.errors]
-    return Observed(mode, lookalikes, calls, traces, uses, functions, chained, unseen)
+    return Observed(mode, lookalikes, calls, traces, uses, functions, chained, caches, unseen)
 
 
 def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], dict[str, Any]]:

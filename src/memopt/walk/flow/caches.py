@@ -1,0 +1,50 @@
+"""Keys and values that one part of a forward leaves in a cache, and another part reads there (PI0's action expert)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers.cache_utils import Cache
+
+from memopt.walk.sites import is_inside
+
+
+class CacheReads:
+    """Notes, of modules with a layer of a cache, which ones read what others have left in theirs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {n: m for n, m in model.named_modules() if isinstance(getattr(m, "layer_idx", None), int)}
+        self._writers: dict[tuple[int, int], list[str]] = defaultdict(list)
+        self._caches: list[Cache] = []  # alive, so that each has an id of its own
+        self._read: set[tuple[str, str]] = set()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Install hooks on these modules."""
+        with contextlib.ExitStack() as hooks:
+            for name, module in self._modules.items():
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            yield
+
+    def of(self, blocks: Iterable[str]) -> tuple[str, ...]:
+        """Those of `blocks` whose keys and values another block, or another call of the block, reads."""
+
+        def is_read(block: str, writer: str, reader: str) -> bool:
+            # Of one call, cross-attention may look into the cache that self-attention has just written.
+            return is_inside(writer, block) and (reader == writer or not is_inside(reader, block))
+
+        return tuple(block for block in blocks if any(is_read(block, *each) for each in self._read))
+
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place: Any = module.layer_idx
+        for cache in (each for each in (*args, *kwargs.values()) if isinstance(each, Cache)):
+            writers = self._writers[id(cache), place]
+            if writers and cache.get_seq_length(place):
+                self._read.update((writer, name) for writer in writers)
+            writers.append(name)
+            self._caches.append(cache)
