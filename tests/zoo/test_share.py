@@ -1,4 +1,4 @@
-"""Twenty days in a row see every quick model type once, sixty days all."""
+"""Thirty days in a row see every quick model type once, sixty days all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_any_sixty_days_in_a_row_have_every_share() -> None:
         assert {share_of_day(start + DAY * day) for day in range(SHARES)} == {*range(SHARES)}
 
 
-def test_twenty_shares_in_a_row_have_every_quick_type_once_and_sixty_every_other() -> None:
+def test_thirty_shares_in_a_row_have_every_quick_type_once_and_sixty_every_other() -> None:
     types = model_types()
     shares = [types_of_share(types, number, is_quick) for number in range(SHARES)]
     for start in (0, 7, SHARES - QUICK_SHARES):
