@@ -136,6 +136,48 @@ def test_several_forwards_may_come_before_their_backward(kind: str, x: Tensor) -
     assert state(models[0]) == state(models[1])
 
 
+class Collector:
+    """Auxiliary losses of all blocks, as mixtures of experts collect them."""
+
+    def __init__(self) -> None:
+        self.list, self.dict, self.deque = list[Tensor](), dict[int, Tensor](), collections.deque[Tensor]()
+
+    def take(self) -> Tensor:
+        found = [*self.list, *self.dict.values(), *self.deque]
+        for each in (self.list, self.dict, self.deque):
+            each.clear()
+        return torch.stack(found).sum()
+
+
+class Collecting(Block):
+    def __init__(self, kind: str, collector: Collector) -> None:
+        super().__init__(kind)
+        self.collector, self.own = collector, getattr(collector, kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.up(x).square().mean()
+        if self.kind == "dict":
+            self.own[len(self.own)] = loss
+        else:
+            self.own.append(loss)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "deque"])
+def test_what_blocks_collect_is_collected_once_also_if_it_is_taken_before_backward(kind: str, x: Tensor) -> None:
+    steps = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        collector = Collector()
+        model = nn.Sequential(*(Collecting(kind, collector) for _ in range(2))).double().train()
+        for layer in model if is_ours else ():
+            patch_block(layer, None, True, None)
+        steps.append([gradients(model, model(x).square().sum() + collector.take()) for _ in range(4)])
+        assert not getattr(collector, kind)
+    for pair_of_steps in zip(*steps, strict=True):
+        assert_same(*pair_of_steps)
+
+
 def test_a_retained_graph_runs_from_the_same_state_again(x: Tensor) -> None:
     ours, _ = pair("average")
     loss = ours(x)

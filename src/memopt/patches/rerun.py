@@ -188,8 +188,8 @@ class Held:
             elif version != expected and id(value) not in self._own and (is_read is None or is_read(i, *slot)):
                 owner = _name_of(slot, module)
                 raise changed_in_place(f"'{slot[1]}' {list(value.shape)} of {owner}", version, expected, why)
-            elif not _is_same(now[i], value):
-                lent.append((slot, copied(value)))
+            elif now[i] is not value and (isinstance(value, CONTAINERS) or not _is_same(now[i], value)):
+                lent.append((slot, copied(value)))  # also of equal contents: the second run may add to a container
         return lent
 
 
