@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import copy
+import random
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -174,6 +176,44 @@ def test_what_blocks_collect_is_collected_once_also_if_it_is_taken_before_backwa
             patch_block(layer, None, True, None)
         steps.append([gradients(model, model(x).square().sum() + collector.take()) for _ in range(4)])
         assert not getattr(collector, kind)
+    for pair_of_steps in zip(*steps, strict=True):
+        assert_same(*pair_of_steps)
+
+
+class Drawing(Block):
+    """Multiplies by a random number of a generator that PyTorch's checkpoint function does not set back."""
+
+    def __init__(self, draw: Callable[[Drawing], float]) -> None:
+        super().__init__("none")
+        self.draw = draw
+        self.own, self.torch_s = random.Random(0), torch.Generator().manual_seed(0)
+        self.older, self.newer = np.random.RandomState(0), np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor(1 + self.draw(self), dtype=x.dtype)
+
+
+DRAWS: dict[str, Callable[[Drawing], float]] = {
+    "python": lambda block: random.random(),
+    "numpy": lambda block: np.random.rand(),
+    "own of python": lambda block: block.own.random(),
+    "own of numpy": lambda block: block.newer.random(),
+    "own of numpy, older": lambda block: block.older.rand(),
+    "own of torch": lambda block: torch.rand((), generator=block.torch_s).item(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_second_run_draws_the_numbers_of_the_first_and_later_steps_go_on_from_there(name: str, x: Tensor) -> None:
+    steps = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Drawing(DRAWS[name]) for _ in range(2))).double().train()
+        for layer in model if is_ours else ():
+            patch_block(layer, None, True, None)
+        random.seed(0)
+        np.random.seed(0)
+        steps.append([gradients(model, model(x).square().sum()) for _ in range(4)])
     for pair_of_steps in zip(*steps, strict=True):
         assert_same(*pair_of_steps)
 

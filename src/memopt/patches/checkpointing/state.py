@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention
+from memopt.patches.generators import Generator, drew_from, generators_of, in_states
 from memopt.patches.rerun import (
     ABSENT,
     CONTAINERS,
@@ -61,6 +62,9 @@ class BlockState(Notes):
         """Tables in which a forward may create state, beside those of parameters and of children."""
         self.moving: set[tuple[int, str]] = set()
         self.slots: list[Slot] = []
+        self.generators: list[Generator] = []
+        """Generators that the forward may draw from; after some calls, those that it drew from."""
+        self._drew: list[Generator] = []
         self.looks, self.decides, self._checked = 0, False, 0
         self.is_proved = False
         """Whether the forward was seen not to change numbers of the parameters whose versions it changes."""
@@ -77,6 +81,7 @@ class BlockState(Notes):
         self.hooks = tables_of_hooks(modules[1:])
         self._size, self.looks, self.moving = sum(map(len, self._tables)), 0, set()
         self.decides = self.is_proved = False
+        self.generators, self._drew = generators_of(modules), []
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
         inside: dict[int, dict[Any, Any]] = {}
         self._may_grow = []
@@ -107,11 +112,13 @@ class BlockState(Notes):
             self._parts = [None]  # the next call looks for its state again
         return found
 
-    def has_run(self, moved: Sequence[Slot]) -> None:
-        """Record a run of the forward, and the slots whose values it changed."""
+    def has_run(self, changed: Sequence[Slot], drew: Sequence[Generator]) -> None:
+        """Record a run of the forward, the slots whose values it changed, and the generators that it drew from."""
         self.looks += 1
-        self.moving.update((id(table), name) for table, name in moved)
+        self.moving.update((id(table), name) for table, name in changed)
+        self._drew += [each for each in drew if each not in self._drew]
         if self.looks == _LOOKS:
+            self.generators = self._drew
             self.slots = [slot for place, slot in enumerate(self.slots) if self.is_read(place, *slot)]
             self._checked = len(self.slots)
 
@@ -183,6 +190,7 @@ class RunsTwice:
             self._state.proving(self._own, self._block),
             self._held.trained_as_before(),
             hooks_as_before(self._hooked),
+            in_states(self._generators, self._random),
             standing([*lent, *self._created]),
             self._by_heads,
             nullcontext() if decisions is None else decisions.repeat(),
@@ -199,6 +207,8 @@ class RunsTwice:
         before = state.before() if looks else []
         self._hooked = [(table, dict(table)) for table in state.hooks]
         self._given_versions = versions_of(self._arguments)
+        self._generators = state.generators
+        self._random = [read() for read, _ in self._generators]
         self._decisions = Decisions(args) if looks or state.decides else None
         try:
             with self._by_heads, self._decisions or nullcontext(), self._attention or nullcontext():
@@ -207,7 +217,7 @@ class RunsTwice:
             state.decides |= self._decisions is not None and bool(self._decisions.made)
             if looks or held.has_moved:
                 moved = held.moved()
-                state.has_run([held.slots[i] for i in moved])
+                state.has_run([held.slots[i] for i in moved], drew_from(self._generators, self._random))
                 self._copies = {i: possible[i] for i in moved if i in possible}
             self._created = state.created(before)
             self._own = held.settle()
