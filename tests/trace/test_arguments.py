@@ -156,17 +156,20 @@ def test_two_towers_say_how_many_positions_they_have() -> None:
 
 
 def test_a_model_that_asks_for_the_autocast_of_meta_has_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As models of older transformers do, around their rotary embeddings; torch raises for meta."""
+    """Or leaves it, as rotary embeddings of many models do; torch raises for meta."""
 
     rotary = LlamaRotaryEmbedding.forward
 
     def asks(self: LlamaRotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         assert not torch.is_autocast_enabled(x.device.type)
-        return rotary(self, x, position_ids)
+        with torch.autocast(x.device.type, enabled=False):
+            return rotary(self, x, position_ids)
 
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", asks)
     config = tiny_config("llama")
-    assert set(example_of(config, find_sites(build_meta(config)), Training(batch=2, seq=16)).targets) == {"labels"}
+    sites = find_sites(build_meta(config))
+    assert sites.ran
+    assert set(example_of(config, sites, Training(batch=2, seq=16)).targets) == {"labels"}
 
 
 def test_labels_are_found_where_the_forward_reads_its_mask() -> None:

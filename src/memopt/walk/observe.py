@@ -284,7 +284,8 @@ def find_blocks(
 
     Blocks are the children of a list in which each child holds a norm and a linear (in a model without norms: two
     linears). Of nested lists with children of one type, the innermost counts. A list with children of several types
-    counts if no list of one type is above or inside it; of nested mixed lists, the outermost counts.
+    counts if no list of one type is above or inside it; of nested mixed lists, the outermost counts. A child that is a
+    mere container is never called: its parts with a linear inside take its place.
 
     Args:
         norms: names of norm modules.
@@ -300,9 +301,20 @@ def find_blocks(
         if not one_type and not any(_inside(other, name) or _inside(name, other) for other, _ in uniform)
     ]
     mixed = [(name, children) for name, children in mixed if not any(_inside(name, other) for other, _ in mixed)]
-    blocks = [child for _, children in uniform + mixed for child in children]
+    blocks = _called(model, [child for _, children in uniform + mixed for child in children], linears)
     order = {name: position for position, name in enumerate(visited)}
     return tuple(sorted(dict.fromkeys(blocks), key=lambda name: order.get(name, len(order))))
+
+
+def _called(model: nn.Module, names: Iterable[str], linears: Collection[str]) -> Iterator[str]:
+    """`names`; for a module without a forward, its parts with a linear inside."""
+    for name in names:
+        module = model.get_submodule(name)
+        if type(module).forward is not nn.Module.forward:
+            yield name
+            continue
+        parts = [f"{name}.{child}" for child, _ in module.named_children()]
+        yield from _called(model, [part for part in parts if _count(linears, part)], linears)
 
 
 def _lists(model: nn.Module, norms: Collection[str], linears: Collection[str]) -> Iterator[tuple[str, list[str], bool]]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from memopt.walk.observe import find_blocks
 
 
-class Layer(nn.Module):
+class Called(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Group(Called, nn.ModuleDict):
+    """A container that has a forward."""
+
+
+class Layer(Called):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.first, self.second = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)
@@ -17,7 +26,7 @@ class OtherLayer(Layer):
     pass
 
 
-class PlainLayer(nn.Module):
+class PlainLayer(Called):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -36,7 +45,7 @@ def test_children_of_a_uniform_list_are_blocks() -> None:
 
 def test_sublayers_of_different_types_are_part_of_their_block() -> None:
     model = nn.ModuleDict(
-        {"block": nn.ModuleList(nn.ModuleDict({"layer": nn.ModuleList([Layer(), OtherLayer()])}) for _ in range(2))}
+        {"block": nn.ModuleList(Group({"layer": nn.ModuleList([Layer(), OtherLayer()])}) for _ in range(2))}
     )
     assert blocks(model) == ("block.0", "block.1")
 
@@ -52,9 +61,7 @@ def test_a_list_of_several_layer_types_counts_where_no_uniform_one_does() -> Non
 
 
 def test_experts_without_norms_are_no_blocks() -> None:
-    layers = nn.ModuleList(
-        nn.ModuleDict({"attention": Layer(), "experts": nn.ModuleList([PlainLayer()] * 2)}) for _ in "ab"
-    )
+    layers = nn.ModuleList(Group({"attention": Layer(), "experts": nn.ModuleList([PlainLayer()] * 2)}) for _ in "ab")
     assert blocks(nn.ModuleDict({"layers": layers})) == ("layers.0", "layers.1")
 
 
@@ -65,3 +72,14 @@ def test_without_norms_two_linears_make_a_block() -> None:
 def test_blocks_come_in_order_of_execution_and_idle_ones_last() -> None:
     model = nn.ModuleDict({"b": nn.ModuleList([Layer()]), "a": nn.ModuleList([Layer(), Layer()])})
     assert blocks(model, ("a.0", "b.0")) == ("a.0", "b.0", "a.1")
+
+
+def test_the_called_parts_of_a_container_are_blocks_in_its_place() -> None:
+    """`for norm, attention, mlp in self.layers`: the list of three never runs, nor does the list inside it."""
+    layers = [nn.ModuleList([nn.LayerNorm(4), Layer(), nn.ModuleList([PlainLayer(), nn.GELU()])]) for _ in "ab"]
+    assert blocks(nn.ModuleDict({"layers": nn.ModuleList(layers)})) == (
+        "layers.0.1",
+        "layers.0.2.0",
+        "layers.1.1",
+        "layers.1.2.0",
+    )
