@@ -52,7 +52,10 @@ def _proofs(
 ) -> tuple[dict[_Fold, _Proved], dict[_Fold, str], tuple[str, ...]]:
     """(proved folds, reasons for the others, notes), from guessed inputs and, if given, from `inputs`. A fold is proved
     if one of the runs proves it and none refuses it. `known` are folds that the real model refuses."""
-    found = [_twin_proofs(build_twin(config), known=known)]
+    try:
+        found = [_twin_proofs(build_twin(config), known=known)]
+    except ModelError as error:  # the model is too large to be made small: its norms are shared, not folded
+        found = [_TwinProofs(note=error.message)]
     if inputs is not None:
         try:
             found.append(_twin_proofs(*build_driven_twin(config, inputs), known=known))

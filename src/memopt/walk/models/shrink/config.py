@@ -28,6 +28,7 @@ from memopt.walk.models.config import (
 )
 from memopt.walk.models.shrink.depth import MAX_DEPTH, cut_depth, with_depth
 from memopt.walk.models.shrink.rest import cut_rest
+from memopt.walk.models.shrink.towers import cut_tower, is_tower
 from memopt.walk.models.shrink.width import decide_widths, fit_rotary, scale_widths
 
 MAX_PARAMETERS = 30_000_000
@@ -133,7 +134,8 @@ _CHUNK = re.compile(r"(mamba_|ssm_)?chunk_size")
 
 def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None, sizes: bool) -> PreTrainedConfig:
     small = copy.deepcopy(config)
-    nodes = list(config_nodes(small))
+    towers = [node for node in config_nodes(small) if is_tower(node)]
+    nodes = [node for node in config_nodes(small) if not is_tower(node)]
     name_placeholders(small)
     if recipe.width:
         before = [dict(vars(node)) for node in nodes]
@@ -148,6 +150,8 @@ def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None, sizes: 
     if recipe.vocabulary:
         _cut_vocabulary(nodes)
     if recipe.depth:
+        for node in towers:
+            cut_tower(node)
         for node in nodes:
             _cut_windows(node)
             if sizes:
