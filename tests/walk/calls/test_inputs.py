@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from memopt.errors import ModelError
@@ -74,6 +75,12 @@ def test_an_encoder_decoder_gets_decoder_ids() -> None:
 
 def test_the_odd_variant_has_an_odd_length() -> None:
     assert inputs_of(twin("llama"), variant="odd")["input_ids"].shape[1] % 2 == 1
+
+
+def test_images_have_the_side_that_a_module_states_where_the_config_states_none() -> None:
+    model: Any = build_meta(transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]))
+    model.resnet.encoder.img_size = (48, 32)
+    assert inputs_of(model)["pixel_values"].shape[-2:] == (48, 32)
 
 
 def test_the_odd_variant_has_a_side_that_no_window_divides() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -97,7 +98,7 @@ def image(request: Request, side: tuple[int, int]) -> torch.Tensor:
 
 def side_of(request: Request) -> tuple[int, int]:
     """(height, width) in pixels."""
-    size = request.step.side or request.setting(*_SIDES, default=224)
+    size = request.step.side or _stated_side(request) or 224
     if isinstance(size, dict):
         size = (size.get("height", 224), size.get("width", 224))
     height, width = (224, 224)
@@ -115,6 +116,12 @@ def side_of(request: Request) -> tuple[int, int]:
         step = group * request.patch_side
         height, width = height // step * step or height, width // step * step or width
     return height, width
+
+
+def _stated_side(request: Request) -> Any:
+    """The side in the config, else in a module: a tower of timm takes images of one size, which its config leaves out."""
+    held = (vars(module).get("img_size") for module in request.model.modules())
+    return request.setting(*_SIDES) or next(filter(None, held), None)
 
 
 def _odd_side(request: Request) -> tuple[int, int]:
@@ -146,7 +153,7 @@ def _other_towers(request: Request, values: str) -> Kwargs:
 
 def _several(request: Request, side: tuple[int, int], count: int) -> torch.Tensor:
     """`count` images a row: frames, a pair, or tiles; in a walk, one row only if `count` is above 4."""
-    if request.setting(*_SIDES) is None and request.step.side is None:
+    if _stated_side(request) is None and request.step.side is None:
         side = side[0] // 2, side[1] // 2
     rows = request.batch if count <= 4 or request.size else 1
     return request.normal(rows, count, request.channels, *side)
