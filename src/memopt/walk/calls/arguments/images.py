@@ -119,7 +119,7 @@ def side_of(request: Request) -> tuple[int, int]:
 
 
 def _stated_side(request: Request) -> Any:
-    """The side in the config, else in a module: a tower of timm takes images of one size, which its config leaves out."""
+    """The side in the config, else in a module: a tower of timm takes one size, which its config leaves out."""
     held = (vars(module).get("img_size") for module in request.model.modules())
     return request.setting(*_SIDES) or next(filter(None, held), None)
 
