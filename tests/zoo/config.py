@@ -105,7 +105,9 @@ def complete(config: PreTrainedConfig, failure: str) -> bool:
 
 def complete_for_runs(config: PreTrainedConfig) -> bool:
     """Fill, in place, empty fields that are read while a model runs; False if there is none that a name tells."""
-    return _each(list(config_nodes(config)), lambda node: _fill_what_runs_need(node, _READ_BY_SOME_RUNS))
+    nodes = list(config_nodes(config))
+    filled = _each(nodes, lambda node: _fill_what_runs_need(node, _READ_BY_SOME_RUNS))
+    return _each(nodes, _rotary_sections) or filled
 
 
 def _each(nodes: list[PreTrainedConfig], change: Callable[[PreTrainedConfig], bool]) -> bool:
@@ -234,6 +236,16 @@ def _rotary_by_kind(node: PreTrainedConfig, kind: str) -> bool:
     node.rope_parameters = {**{each: dict(plain) for each in kinds}, **rotary}
     for name in single:
         del node.rope_parameters[name]
+    return True
+
+
+def _rotary_sections(node: PreTrainedConfig) -> bool:
+    """Four equal sections of rotary positions, where the config's class knows sections and its defaults have none."""
+    rotary, size = vars(node).get("rope_parameters"), integer_field(node, "head_dim") or _head_size(node)
+    wanted = "mrope_section" in (getattr(node, "ignore_keys_at_rope_validation", None) or ())
+    if not wanted or not isinstance(rotary, dict) or not size or "mrope_section" in rotary:
+        return False
+    rotary["mrope_section"] = [size // 8] * 4
     return True
 
 

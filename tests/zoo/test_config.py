@@ -86,3 +86,10 @@ def test_reads_are_not_watched_afterwards() -> None:
     stock = PreTrainedConfig.__getattribute__
     complete(transformers.BertConfig(), "")
     assert PreTrainedConfig.__getattribute__ is stock
+
+
+def test_sections_of_rotary_positions_that_the_defaults_lack_are_filled_for_runs() -> None:
+    config = transformers.CONFIG_MAPPING["hunyuan_vl_text"](hidden_size=64, num_attention_heads=2)
+    assert complete_for_runs(config)
+    assert config.rope_parameters["mrope_section"] == [4, 4, 4, 4]
+    assert not complete_for_runs(transformers.LlamaConfig())
