@@ -19,10 +19,9 @@ def test_a_branch_on_values_gets_a_yes() -> None:
         assert bool(torch.ones(4, dtype=torch.bool, device="meta").all())
 
 
-def test_tensors_are_equal_and_a_window_of_istft_is_large_enough() -> None:
+def test_a_window_of_istft_is_large_enough() -> None:
     window = torch.ones(8, device="meta")
     with MetaReads():
-        assert torch.equal(window, torch.ones(8, device="meta"))
         frames = torch.stft(torch.ones(64, device="meta"), 8, 4, window=window, return_complex=True)
         assert torch.istft(frames, 8, 4, window=window, length=64).shape == (64,)
 

@@ -26,11 +26,11 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.la
 class MetaReads(TorchDispatchMode):
     """Lets a forward read values of meta tensors and mix meta tensors with tensors on the CPU.
 
-    A boolean ("is the whole mask set?") reads as True and a number as 1; two tensors are equal, two scalars are not.
-    ``nonzero`` returns every element, so that each expert of a mixture has tokens. An integer scalar that an operation
-    returns is a 1 on the CPU, so that numbers computed from it have values. An operation with inputs on both devices
-    runs on meta. With `keeps_values`, integer tensors with values (the sizes of images, say) stay on the CPU when the
-    forward moves them to meta.
+    A boolean ("is the whole mask set?") reads as True and a number as 1; two scalars are not equal. ``nonzero`` returns
+    every element, so that each expert of a mixture has tokens. An integer scalar that an operation returns is a 1 on
+    the CPU, so that numbers computed from it have values. An operation with inputs on both devices runs on meta. With
+    `keeps_values`, integer tensors with values (the sizes of images, say) stay on the CPU when the forward moves them
+    to meta.
     """
 
     def __init__(self, *, keeps_values: bool = False) -> None:
@@ -41,8 +41,8 @@ class MetaReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype == torch.bool else 1
-        if func is torch.ops.aten.equal.default and (args[0].is_meta or args[1].is_meta):
-            return args[0].dim() > 0  # torch.istft asks by scalars whether its window is too small
+        if func is torch.ops.aten.equal.default and args[0].is_meta and not args[0].dim():
+            return False  # torch.istft asks whether its window is too small
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if func is torch.ops.aten._to_copy.default:
