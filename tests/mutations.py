@@ -5,8 +5,8 @@
     python -m tests.mutations --only 3 17   these ones
     python -m tests.mutations --baseline    the named tests without a fault: they have to pass
 
-A fault is found by its text, which stands once in src: a module that is moved needs no change in
-`tests/mutation/faults.py`. A fault whose text is gone, or stands twice, is an error and not a fault that was caught.
+A fault (`tests/mutation/faults.py`) is found by its text, which stands once in src, so a module may be moved. A fault
+whose text is gone, or stands twice, is an error and not a fault that was caught.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.mutation.faults import FAULTS, Fault
+from tests.mutation.fault import Fault
+from tests.mutation.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Exit codes of pytest.

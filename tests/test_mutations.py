@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests import mutations
-from tests.mutation.faults import FAULTS, Fault
+from tests.mutation.fault import Fault
+from tests.mutation.faults import FAULTS
 from tests.mutations import ROOT, place, planted
 
 MORE = "from arithmetic import more\n\n\n"

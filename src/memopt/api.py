@@ -302,9 +302,7 @@ def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
     `given`: the user gave inputs, so no message advises that."""
     reasons = dict.fromkeys(reason for _, reason in applied.refused)
     for reason in reasons:
-        names = list(
-            dict.fromkeys(name or "the forward of the model itself" for name, why in applied.refused if why == reason)
-        )
+        names = list(dict.fromkeys(name or "the forward of the model" for name, w in applied.refused if w == reason))
         warnings.warn(f"memopt did not change {first_of(names)}: {reason}", stacklevel=3)
     sites = applied.plan.sites
     advice = "The given inputs do not change this." if given else "Pass inputs=..."

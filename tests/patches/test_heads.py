@@ -244,7 +244,7 @@ class _Functional(Pair):
 
 def test_a_product_in_the_models_own_forward_is_left_with_the_reason() -> None:
     model = _Functional()
-    with pytest.warns(UserWarning, match="did not change the forward of the model itself: the forward that"):
+    with pytest.warns(UserWarning, match="did not change the forward of the model: the forward that"):
         memopt.patch(model)
     assert "loss" in str(memopt.summary(model))
     assert "1 chunked" not in str(memopt.summary(model))

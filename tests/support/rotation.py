@@ -17,7 +17,7 @@ ROTATE = "MEMOPT_ROTATE"
 
 
 def left_for_other_days(items: Sequence[pytest.Item], day: int) -> list[pytest.Item]:
-    """Those of `items` that run on other days.
+    """The members of `items` that run on other days.
 
     Each runs on one day in ``rotates(days)``. Neighbours in a file run on different days, so that of as many cases as
     days some run on every day.

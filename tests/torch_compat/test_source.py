@@ -18,7 +18,7 @@ _ATTRIBUTE = re.compile(
     r"_(raw_)?saved_[a-z_0-9]+|_schema|_cdata|_sequence_nr|_input_metadata|_orig_mod|_new_with_weak_ptr"
     r"|_(forward|backward)(_pre)?_hooks|_has_any_global_hook"
 )
-_STABLE = {"__version__", "__init__"}
+_STABLE = {"__version__"}
 
 
 def private_names(source: str) -> list[str]:

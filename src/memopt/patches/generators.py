@@ -28,7 +28,7 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Generator]:
 
 
 def drew_from(generators: Sequence[Generator], before: Sequence[Any]) -> list[Generator]:
-    """Those of `generators` that are no longer in the states `before`."""
+    """The members of `generators` that are no longer in the states `before`."""
     pairs = zip(generators, before, strict=True)
     return [each for each, state in pairs if pickle.dumps(each[0]()) != pickle.dumps(state)]
 

@@ -178,9 +178,7 @@ class Summary:
         if self.plan.recipe.name not in shipped() and self.plan.recipe.description:
             lines.append(f"  {self.plan.recipe.description}")
         lines += [f"  {line}" for line in coverage_totals(self.plan)]
-        lines += [
-            f"  unchanged: {name or 'the forward of the model itself'}: {reason}" for name, reason in self.refused
-        ]
+        lines += [f"  unchanged: {name or 'the forward of the model'}: {reason}" for name, reason in self.refused]
         if inexact := self.plan.recipe.without("approximate", "sampled"):
             keys = ", ".join(setting.partition(".")[0] for setting in inexact)
             lines.append(f"  under torch.compile these are off as far as they are not exact: {keys}")

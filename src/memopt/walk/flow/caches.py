@@ -32,7 +32,7 @@ class CacheReads:
             yield
 
     def of(self, blocks: Iterable[str]) -> tuple[str, ...]:
-        """Those of `blocks` whose keys and values another block, or another call of the block, reads."""
+        """The members of `blocks` whose keys and values another block, or another call of the block, reads."""
 
         def is_read(block: str, writer: str, reader: str) -> bool:
             # Of one call, cross-attention may look into the cache that self-attention has just written.

@@ -113,13 +113,17 @@ def plain_torch(float64: bool) -> Iterator[None]:
 def autocast_of_meta() -> contextlib.AbstractContextManager[None]:
     """Autocast is off for meta inside; torch raises for meta where models ask for, or leave, autocast of their inputs'
     device."""
-    is_enabled, enter = torch.is_autocast_enabled, torch.autocast.__init__
+    is_enabled = torch.is_autocast_enabled
 
     def is_enabled_anywhere(*device: Any) -> bool:
         return device != ("meta",) and is_enabled(*device)
 
-    def of_device(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        # No tensor on meta is cast by autocast of the CPU.
-        enter(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+    enabled = (torch, "is_autocast_enabled", is_enabled_anywhere)
+    return exchanged([enabled, *((home, "autocast", _Autocast) for home in (torch, torch.amp))])
 
-    return exchanged([(torch, "is_autocast_enabled", is_enabled_anywhere), (torch.autocast, "__init__", of_device)])
+
+class _Autocast(torch.autocast):
+    """Autocast of the CPU in the place of meta, whose tensors it does not cast."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
