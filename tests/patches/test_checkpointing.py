@@ -237,6 +237,32 @@ def test_a_cache_that_is_passed_by_position_is_switched_off_too():
     assert len(written) == 1
 
 
+@pytest.mark.parametrize(("model_type", "which"), [("llama", FULL), ("gpt2", FULL), ("llama", "method=every-n")])
+def test_a_text_in_chunks_through_one_cache_is_an_error(model_type, which):
+    model = memopt.patch(model_of(model_type), recipe(which)).train()
+    first, second = tiny_inputs(model_type)["input_ids"].tensor_split(2, dim=1)
+    output = model(first, use_cache=True)
+    with pytest.raises(RuntimeError, match="got one cache twice in training"):
+        model(second, past_key_values=output.past_key_values)
+    model(first, use_cache=True)
+    with torch.no_grad():  # nothing is checkpointed
+        cache = model(first, use_cache=True).past_key_values
+        model(second, past_key_values=cache)
+
+
+def test_chunks_after_a_prompt_without_gradients_are_those_of_stock():
+    stock, tokens = model_of(), tiny_inputs("llama")["input_ids"]
+    patched = memopt.patch(copy.deepcopy(stock), recipe(FULL))
+    first, second = tokens.tensor_split(2, dim=1)
+    found = []
+    for model in (stock, patched):
+        with torch.no_grad():
+            cache = model(first, use_cache=True).past_key_values
+        model(second, past_key_values=cache, labels=second).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert worst(found[1], found[0]) < 1e-6
+
+
 def test_the_cache_of_a_sliding_window_holds_no_states_at_first(runs):
     model = memopt.patch(tiny_model("mistral"), recipe(FULL))
     assert runs(model, tiny_inputs("mistral")) == model.config.num_hidden_layers  # `use_cache` is on by default

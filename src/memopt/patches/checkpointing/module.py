@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -36,6 +37,13 @@ _STAYS: AbstractContextManager[Any] = nullcontext()
 _NAMES = ("past_key_values", "layer_past", "use_cache")
 #: Attribute of transformers layers that read a cache and never write it; releases without the name ignore it.
 READS_CACHE = "_can_checkpoint_with_cache"
+#: Caches that blocks have left empty, with the ids of these blocks.
+_LEFT_EMPTY: weakref.WeakKeyDictionary[Cache, set[int]] = weakref.WeakKeyDictionary()
+_NO_STATES = (
+    "A block got one cache twice in training. Checkpointed blocks leave no states in a cache, so a text that comes in "
+    "chunks would be trained as texts of their own: patch with checkpointing.method=none. Where one forward of the "
+    "model calls its blocks several times, pass use_cache=False."
+)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -162,7 +170,8 @@ def without_caches(
     block: nn.Module, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """`function`, a forward of `block`, and its arguments without caches; None if a cache holds states to read. Both
-    runs of a checkpointed block would write their states into a cache."""
+    runs of a checkpointed block would write their states into a cache. Raises a RuntimeError if `block` has left a
+    cache empty before, whose states it should read now."""
     keywords: dict[str, Any] = getattr(function, "keywords", {})
     names = (*_names(original_class(block).forward), *[""] * len(args))  # arguments in `*args` have no names
     given = [*keywords.items(), *zip(names, args, strict=False)]
@@ -171,9 +180,19 @@ def without_caches(
     places = {place for place in (getattr(each, "layer_idx", None) for each in block.modules()) if place is not None}
     if any(_is_cache(name, value) and _holds_states(value, places) for name, value in given):
         return None
+    if not torch.compiler.is_compiling() and not is_checkpointed_region():
+        _note_left_empty(block, {value for _, value in given if isinstance(value, Cache)})
     values = [value if not _is_cache(name, value) else False if value is True else None for name, value in given]
     function = functools.partial(function, **dict(zip(keywords, values, strict=False)))
     return function, tuple(values[len(keywords) :])
+
+
+def _note_left_empty(block: nn.Module, caches: set[Cache]) -> None:
+    for cache in caches:
+        blocks = _LEFT_EMPTY.setdefault(cache, set())
+        if id(block) in blocks:
+            raise RuntimeError(_NO_STATES)
+        blocks.add(id(block))
 
 
 def reads_cache(block: nn.Module) -> bool:
