@@ -222,7 +222,7 @@ def _libraries(out: Path, names: Sequence[str]) -> int:
             known[key] = row
     document["libraries"] = list(known.values())
     out.write_text(json.dumps(document, indent=1) + "\n")
-    out.with_suffix(".md").write_text(page(document))
+    out.with_suffix(".md").write_text(coverage_page(document))
     return EXIT_SHORT if any(row["status"] in ("wrong", "not run") for row in known.values()) else EXIT_OK
 
 

@@ -80,7 +80,7 @@ def patch(
         plan = plan_for(model, rules, inputs=inputs)
         applied = apply(model, plan)
         _finish(model, applied, given=inputs is not None)
-        done, name = applied.plan.done, type(model).__name__
+        done, name = applied.plan.done or "linears alone", type(model).__name__
         undo_it = "memopt.summary(model) says more, memopt.unpatch(model) undoes it"
         said = f"patched {name} by recipe '{applied.plan.recipe.name}': {done}; {undo_it}"
         _say(model, *planned, said, notes=recipe != DEFAULT_MEMORY_RECIPE)

@@ -254,7 +254,9 @@ def test_rows_of_libraries_join_those_of_types_and_outlive_a_missing_library(tmp
     assert run("--libraries", "--out", str(file), monkeypatch=monkeypatch) == 0
     monkeypatch.setattr(coverage, "library_rows", lambda names: found("skipped", None))
     assert run("--libraries", "--out", str(file), monkeypatch=monkeypatch) == 0
-    assert "| timm 1.0 | vit | 5 of 5 norms | 2 -> 1 | -50 % | yes |" in file.with_suffix(".md").read_text()
+    page = file.with_suffix(".md").read_text()
+    assert "| timm 1.0 | vit | 5 of 5 norms | 2 -> 1 | -50 % | yes |" in page
+    assert "## The families that are fine-tuned most" in page
     assert [each["model_type"] for each in json.loads(file.read_text())["rows"]] == ["llama"]
     monkeypatch.setattr(coverage, "library_rows", lambda names: found("wrong", (2048, 1024)))
     assert run("--libraries", "--out", str(file), monkeypatch=monkeypatch) == 1

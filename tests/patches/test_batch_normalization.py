@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import memopt
+from memopt.errors import NegativeVerdict
 from memopt.patches.activation.module import _is_alone
 from memopt.patches.apply import apply
 from memopt.trace.account import account, live_bytes
@@ -192,6 +193,45 @@ def test_activations_in_place_are_recomputed_and_write_for_whoever_holds_their_i
     rows = {entry.site: entry.action for entry in memopt.plan_for(memopt.unpatch(patched)).entries}
     assert rows["0.act"] == rows["0.act2"] == "recompute"
     assert kept[1] < 0.8 * kept[0]
+
+
+class NormAct(nn.BatchNorm2d):
+    """A batch norm that runs its activation itself, as timm's BatchNormAct2d."""
+
+    def __init__(self, channels: int, activation: nn.Module) -> None:
+        super().__init__(channels)
+        self.act = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.act(super().forward(x))
+        return result
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU(inplace=True), nn.SiLU(inplace=True), nn.GELU(), nn.Identity()], ids=lambda each: str(each)
+)
+def test_a_batch_norm_that_runs_its_activation_is_a_batch_norm(activation: nn.Module) -> None:
+    torch.manual_seed(0)
+    layers = [(nn.Conv2d(8 if i else 3, 8, 3, bias=False), NormAct(8, copy.deepcopy(activation))) for i in range(3)]
+    stock = nn.Sequential(nn.Sequential(*(each for layer in layers for each in layer), nn.Conv2d(8, 4, 1))).double()
+    patched, x = copy.deepcopy(stock), torch.randn(2, 3, 20, 20, dtype=torch.float64)
+    plan = memopt.plan_for(patched, inputs={"input": x})
+    assert {entry.site for entry in plan.rewrites if entry.kind == "batch_normalization"} == {"0.1", "0.3", "0.5"}
+    memopt.patch(patched, inputs={"input": x})
+    kept = [account(model, lambda model=model: model(x)).total for model in (stock, patched)]
+    assert kept[1] < 0.7 * kept[0]
+    with precise(torch.float64):
+        for model in (stock, patched):
+            model(x).square().sum().backward()
+    largest = max(float(each.grad.abs().max()) for each in stock.parameters())
+    for one, other in zip(stock.parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-9, atol=1e-12 * largest)
+
+
+def test_convolutions_alone_are_nothing_to_patch() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 1))
+    with pytest.raises(NegativeVerdict, match="Nothing in this model can be patched"):
+        memopt.patch(model, inputs={"input": torch.randn(2, 3, 20, 20)})
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])

@@ -145,6 +145,9 @@ MODELS: tuple[LibraryModel, ...] = (
     _timm("resnet18"),
     _timm("resnet50"),
     _timm("efficientnet_b0"),
+    _timm("mobilenetv3_small_100"),
+    _timm("regnety_002"),
+    _timm("densenet121"),
     _timm("beit_base_patch16_224", 224, embed_dim=64, num_heads=4, depth=2),
     _diffusers(
         "UNet2DConditionModel",

@@ -25,6 +25,10 @@ from memopt.recompute.weights import Settings, adds, tell_weight
 from memopt.saved.scope import in_a_scope
 from memopt.torch_compat import is_checkpointed_region, parametrizations_are_cached
 
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class StackedRewrite:
@@ -39,7 +43,10 @@ class StackedRewrite:
 
 
 def patch_stacked(module: nn.Module) -> None:
-    """Let backward recompute tensors that `module` reads: weights computed from parameters, rows of its inputs."""
+    """Let backward recompute tensors that `module` reads: weights computed from parameters, rows of its inputs. Raises
+    a ValueError if `module` cannot be swapped, or is a convolution, which gathers no rows."""
+    if isinstance(module, _CONVOLUTIONS):
+        raise ValueError("a convolution holds no stacked weights")
     swap_forward(module, _forward, StackedRewrite(without_modes(module)))
 
 

@@ -37,6 +37,8 @@ _MORE = "it has other gradients than its values, depends on lengths or the mode,
 NO_AFFINE = "it has its own parameters, which are not a scale and shift of a normalised input"
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 #: (weight, bias, offset)
 _Affine = tuple[str, str | None, Literal[0, 1]]
 _OFFSETS: tuple[Literal[0, 1], ...] = (0, 1)
@@ -219,6 +221,8 @@ def _probe_per_head(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str |
 
 def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
     """Probe a module that does not map one (2, tokens, width) tensor to its shape: gated, or with channels in dim 1."""
+    if isinstance(copy.module, BATCH_NORMS):
+        return BATCH_STATISTICS  # whatever it computes from the normalised input, such as the activation in timm's
     if (gated := _gated(copy, slots, width)) is not None:
         return gated
     for shape in ((2, width, 4, 6), (2, width, 5), (3, width)):
