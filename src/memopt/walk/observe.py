@@ -180,6 +180,10 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     skipped = {n: r for n, r in observed.lookalikes.items() if n not in owners} | rejected | functions
     config = getattr(model, "config", None)
     gated, activations = tuple(with_form(model, site) for site in labels.gated_sites()), labels.activation_sites()
+    read = {
+        site.name: labels.norms_read.get(site.name, ()) for site in activations if site.name and site.reads_recomputed
+    }
+    norms = tuple(replace(norm, activations=tuple(a for a in read if norm.name in read[a])) for norm in norms)
     # Modules of other sites are left out of `chained`: other patches rewrite them.
     known = {each.name for each in norms} | {each.name for each in observed.functions}
     known |= {each.name for each in gated if each.form is not None} | {x.name for x in activations if x.is_module}

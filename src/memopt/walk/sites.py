@@ -113,6 +113,8 @@ class NormSite:
     """Whether the stock module saves more than its inputs for backward; not measured for kinds with a formula."""
     by_rows: bool = False
     """Whether each row of the inputs alone gives its row of the output; not measured for kinds with a formula."""
+    activations: tuple[str, ...] = ()
+    """Activations that read the output and can save its input in its place, by their names in `ActivationSite`."""
     proof: float | None = None
     """Largest relative difference of any output after the fold, in fp64 on the twin; None if not proved."""
 
@@ -172,6 +174,12 @@ class ActivationSite:
         from memopt.torch_compat.activations import saves_its_output  # sites are read where torch is not imported
 
         return self.operations == 1 and saves_its_output(self.kind)
+
+    @property
+    def reads_recomputed(self) -> bool:
+        """Whether it can keep nothing of an input that is recomputed: it saves its input, or a patch makes it do so."""
+        is_patched_relu = self.kind == "relu" and self.is_module and self.replays
+        return self.in_place or is_patched_relu or not self.saves_its_output
 
     @property
     def gains_alone(self) -> bool:

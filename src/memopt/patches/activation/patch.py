@@ -41,7 +41,7 @@ class ActivationRules(Rules):
         return "exact" if self.code == OFF else "approximate"
 
 
-_BEHIND_BATCH_NORM = "its output is recomputed where it reads a batch norm's, which is recomputed too"
+_BEHIND_NORM = "its output is recomputed where it reads a norm's, which is recomputed too"
 
 
 class ActivationPatch(Patch, Checks):
@@ -65,8 +65,8 @@ class ActivationPatch(Patch, Checks):
             return LEFT, EXCLUDED
         if site.saves_its_output and not gated:
             return _of_kept_output(site, rules, plan.sites)
-        if site.in_place and is_behind_batch_norm(site, plan.sites):
-            return "recompute", _BEHIND_BATCH_NORM
+        if site.in_place and is_behind_norm(site, plan.sites):
+            return "recompute", _BEHIND_NORM
         if site.in_place and not site.replays:
             return LEFT, "it writes into its input, from which it would be recomputed"
         if not site.replays:
@@ -122,7 +122,7 @@ class ActivationPatch(Patch, Checks):
         for site in plan.chosen("activation"):
             if not site.is_module or not (site.replays or site.in_place) or site in coded:
                 continue
-            if not (site.gains_alone or site.copied or is_behind_batch_norm(site, plan.sites)):
+            if not (site.gains_alone or site.copied or is_behind_norm(site, plan.sites)):
                 continue
             if site.parameters:
                 live.attempt(self.name, site.name, patch_replay)
@@ -148,20 +148,22 @@ class ActivationPatch(Patch, Checks):
         return code_errors(model)
 
 
-def is_behind_batch_norm(site: ActivationSite, sites: Sites) -> bool:
-    """Whether a ReLU, or any activation in place, may read a batch norm's output, which is recomputed from the batch
-    norm's input."""
+def is_behind_norm(site: ActivationSite, sites: Sites) -> bool:
+    """Whether a ReLU, or any activation in place, may read a norm's output, which is recomputed from the norm's
+    input."""
+    if not site.reads_recomputed or not (site.in_place or site.saves_its_output):
+        return False
     around = parent(site.name)
-    may_read = site.in_place or (site.kind == "relu" and site.is_module and site.replays)
     # There is no scope around the model itself.
-    return bool(around) and may_read and (around in sites.batch_norms or around in map(parent, sites.batch_norms))
+    is_near = bool(around) and (around in sites.batch_norms or around in map(parent, sites.batch_norms))
+    return is_near or any(site.name in norm.activations for norm in sites.norms)
 
 
 def _of_kept_output(site: ActivationSite, rules: ActivationRules, sites: Sites) -> tuple[str, str]:
     if site.kind == "relu" and rules.relu != OFF and site.is_module and site.replays:
         return "code", "keeps one bit an element where nothing else keeps its output, which is exact"
-    if is_behind_batch_norm(site, sites):
-        return "recompute", _BEHIND_BATCH_NORM
+    if is_behind_norm(site, sites):
+        return "recompute", _BEHIND_NORM
     if site.copied and site.next_linear is not None:
         why = "the copy of its output that the next linear reads is recomputed from the output, which is kept anyway"
         return "recompute", why

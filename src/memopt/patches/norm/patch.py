@@ -67,6 +67,7 @@ class NormPatch(Patch, Checks):
         replayed = {norm.name for norm in norms if not norm.has_formula}
         readers = [consumer.module for norm in norms for consumer in norm.consumers]
         readers += [linear.module for linear in plan.sites.linears if linear.fed_by in replayed]
+        readers += [name for norm in norms if norm.name in replayed for name in norm.activations]
         is_off = plan.recipe.rules(NormRules).is_off
         return InScopes(families=frozenset() if is_off else frozenset({NORMALISED}), outside=readers)
 
@@ -99,8 +100,9 @@ def _decide(norm: NormSite, plan: PlanView) -> tuple[str, str]:
         return LEFT, "the recipe does not patch norms"
     if not plan.recipe.selects(norm.name):
         return LEFT, EXCLUDED
-    if not (norm.has_formula or norm.intermediates or any(each.fed_by == norm.name for each in plan.sites.linears)):
-        return LEFT, "it saves only its input, and no linear or convolution saves its output"
+    is_read = norm.activations or any(each.fed_by == norm.name for each in plan.sites.linears)
+    if not (norm.has_formula or norm.intermediates or is_read):
+        return LEFT, "it saves only its input, and no linear, convolution or activation saves its output"
     # Without a formula no x_hat is shared: the module saves its inputs, and its own forward runs again.
     action = "share" if norm.has_formula else "recompute"
     if norm.weight is None:

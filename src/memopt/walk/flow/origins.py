@@ -65,6 +65,8 @@ class Labels:
         self.activations_by_module = dict(activations)
         self.training = False
         self.function_norms: dict[str, str] = {}
+        self.norms_read: dict[str, set[str]] = {}
+        """Activation -> the norms whose outputs it reads."""
         self._modules = dict(model.named_modules())
         self._origins: dict[int, tuple[Tensor, _Origin]] = {}
         self._activations: dict[str, _Activation] = {}
@@ -271,6 +273,8 @@ class Labels:
         if origin is not None and origin.kind == "linear":
             activation.reads = origin
             activation.site = replace(activation.site, source=origin.name)
+        elif origin is not None and origin.kind == "norm":
+            self.norms_read.setdefault(site.name, set()).add(origin.name)
         self._set(output, _Origin("activation", key))
 
     def _feeds(self, origin: _Origin, weight: str, module: str) -> None:
