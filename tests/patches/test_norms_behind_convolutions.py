@@ -13,12 +13,19 @@ import memopt
 from memopt.trace.account import account
 
 
+class ChannelsFirst(nn.LayerNorm):
+    """A layer norm over dimension 1, whose output is a view, as ConvNeXts have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class Block(nn.Module):
     """A residual block of a diffusion model: one activation module for two norms."""
 
     def __init__(self, activation: nn.Module | None) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(4, 8), nn.GroupNorm(2, 8)
+        self.norm1, self.norm2 = nn.GroupNorm(4, 8), ChannelsFirst(8)
         self.conv1, self.conv2 = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
         self.activation = activation
 

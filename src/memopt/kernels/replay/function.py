@@ -75,7 +75,7 @@ class ReplayFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Replay, count: int, *tensors: Tensor) -> Tensor:
         _save(ctx, run, count, tensors)
-        return run(tensors[:count], tensors[count:])
+        return _whole(run(tensors[:count], tensors[count:]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,11 +95,16 @@ class ChainFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Replay, count: int, value: list[Tensor], *tensors: Tensor) -> Tensor:
         ctx.saved_for_readers = _save(ctx, run, count, tensors)
-        return value.pop()
+        return _whole(value.pop())
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ReplayFunction.backward(ctx, dy)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """`value`, no view of another tensor: its readers would look for the node of that one, which has none."""
+    return value if value._base is None else value.data
 
 
 def _save(ctx: Any, run: Replay, count: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
