@@ -87,3 +87,20 @@ def test_a_norm_that_nothing_else_saves_is_left() -> None:
     plan = memopt.plan_for(nn.Sequential(Sum(), Sum()).double(), inputs={"input": X})
     reasons = {entry.reason for entry in plan.refusals if entry.kind == "norm"}
     assert reasons == {"it saves only its input, and no linear, convolution or activation saves its output"}
+
+
+def test_norms_without_an_affine_and_norms_with_an_activation_run_again() -> None:
+    """InstanceNorm without parameters, and a group norm that runs its ReLU in place."""
+
+    class WithActivation(nn.GroupNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu_()
+
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3), WithActivation(2, 8)]
+    stock = nn.Sequential(*layers, nn.Conv2d(8, 8, 1)).double()
+    patched = memopt.patch(copy.deepcopy(stock), inputs={"input": X})
+    kept = [account(each, lambda each=each: each(X.clone().requires_grad_())).total for each in (stock, patched)]
+    for ours, expected in zip(gradients(patched), gradients(stock), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    assert kept[1] < 0.65 * kept[0]  # the inputs of two convolutions and of two norms, and two more tensors

@@ -264,6 +264,33 @@ def test_whether_a_norm_keeps_more_than_its_input_is_seen(module: nn.Module, int
     assert (probe.kind, probe.intermediates) == ("channels", intermediates)
 
 
+class WithActivation(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu_()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.GroupNorm(2, 8, affine=False),
+        nn.InstanceNorm2d(8),
+        nn.InstanceNorm3d(8),
+        nn.InstanceNorm3d(8, affine=True),
+        WithActivation(2, 8),
+    ],
+)
+def test_a_norm_of_channels_is_known_without_its_affine(module: nn.Module) -> None:
+    probe = probe_norm(module)
+    assert isinstance(probe, NormProbe)
+    assert probe.kind == "channels"
+    assert (probe.weight is None) == (not isinstance(module, nn.InstanceNorm3d) or not module.affine)
+
+
+@pytest.mark.parametrize("module", [nn.Softmax(1), nn.AvgPool2d(1), nn.Softsign(), nn.LocalResponseNorm(2)])
+def test_what_changes_with_the_scale_of_its_input_is_no_norm(module: nn.Module) -> None:
+    assert probe_norm(module) is None
+
+
 def test_a_norm_that_cannot_be_run_again_is_left() -> None:
     assert "cannot be run again" in str(probe_norm(NoisyGroupNorm(3, WIDTH)))
 

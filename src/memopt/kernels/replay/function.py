@@ -103,8 +103,8 @@ class ChainFunction(torch.autograd.Function):
 
 
 def _whole(value: Tensor) -> Tensor:
-    """`value`, no view of another tensor: its readers would look for the node of that one, which has none."""
-    return value if value._base is None else value.data
+    """`value` as a tensor that its readers can recompute: no view of another, and not changed in place."""
+    return value if value._base is None and not value._version else value.data
 
 
 def _save(ctx: Any, run: Replay, count: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

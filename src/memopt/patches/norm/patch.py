@@ -106,7 +106,11 @@ def _decide(norm: NormSite, plan: PlanView) -> tuple[str, str]:
     # Without a formula no x_hat is shared: the module saves its inputs, and its own forward runs again.
     action = "share" if norm.has_formula else "recompute"
     if norm.weight is None:
-        return "share", "it has no affine: its output is kept once, for itself and the linears that read it"
+        kept = "its output is kept once, for itself and the linears that read it"
+        return (
+            action,
+            f"it has no affine: {kept}" if norm.has_formula else "it keeps its input and runs again in backward",
+        )
     if not rules.folds:
         return action, "the recipe keeps the affine"
     cautions = "; ".join(norm.cautions)

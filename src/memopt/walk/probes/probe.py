@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,6 +41,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 #: (weight, bias, offset)
 _Affine = tuple[str, str | None, Literal[0, 1]]
+#: Of a norm whose affine is not the last thing that it computes.
+_HIDDEN: _Affine = ("", None, 0)
 _OFFSETS: tuple[Literal[0, 1], ...] = (0, 1)
 
 
@@ -139,6 +141,10 @@ def _probe_plain(copy: Isolated) -> NormProbe | str | None:
             if fitted:
                 accepts_any = width == _ANY_WIDTH and width not in _declared_widths(copy.module)
                 return NormProbe(fitted[0], None if accepts_any else width, fitted[1], None, None, 0, "after")
+        with contextlib.suppress(*_FAILURES):
+            for x in _channels(width):
+                if copy.tries(x) == x.shape and _standardises(copy, x):
+                    return _without_formula("channels", copy, None, _HIDDEN, x)
     return None
 
 
@@ -225,15 +231,32 @@ def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe
         return BATCH_STATISTICS  # whatever it computes from the normalised input, such as the activation in timm's
     if (gated := _gated(copy, slots, width)) is not None:
         return gated
-    for shape in ((2, width, 4, 6), (2, width, 5), (3, width)):
-        x = _rows(*shape)
-        if copy.tries(x) == x.shape and (found := _affine_structure(copy, slots, x, last=False)):
+    for x in _channels(width):
+        if copy.tries(x) != x.shape:
+            continue
+        if found := _affine_structure(copy, slots, x, last=False):
             if any(True for _ in copy.module.buffers()):
                 return BATCH_STATISTICS
             if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
                 return _SCALES_ONLY  # a convolution of one number a channel
             return _without_formula("channels", copy, width, found, x)
+        if _standardises(copy, x):  # and runs an activation
+            return _without_formula("channels", copy, width, _HIDDEN, x)
     return None
+
+
+def _channels(width: int) -> Iterator[Tensor]:
+    """Inputs with channels in dimension 1."""
+    yield from (_rows(*shape) for shape in ((2, width, 4, 6), (2, width, 5), (3, width), (2, width, 2, 3, 4)))
+
+
+def _standardises(copy: Isolated, x: Tensor) -> bool:
+    """Whether the output does not change when all of the input is scaled by a positive number, and shifted."""
+    # A softmax does not change either where its input is large; a norm's eps counts where its input is small.
+    pairs = ((copy.run(size * x), copy.run(3 * size * x + size), close) for size, close in ((_LARGE, 1e-6), (1, 1e-2)))
+    if not all(torch.allclose(y, moved, rtol=close, atol=close) for y, moved, close in pairs):
+        return False
+    return not torch.allclose(copy.run(-x), copy.run(x), rtol=_AGREES)
 
 
 def _gated(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
@@ -245,7 +268,7 @@ def _gated(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | st
 
 
 def _without_formula(
-    kind: NormKind, copy: Isolated, width: int, found: _Affine | None, *inputs: Tensor
+    kind: NormKind, copy: Isolated, width: int | None, found: _Affine | None, *inputs: Tensor
 ) -> NormProbe | str | None:
     """The probe of a norm without a formula: its affine is known, and running it again recomputes it."""
     if found is None:
@@ -255,7 +278,7 @@ def _without_formula(
     weight, bias, offset = found
     intermediates = _keeps_intermediates(copy, *inputs)
     by_rows = kind in ("gated", "other") and copy.is_by_rows(*inputs)
-    return NormProbe(kind, width, 0.0, weight, bias, offset, "after", intermediates=intermediates, by_rows=by_rows)
+    return NormProbe(kind, width, 0.0, weight or None, bias, offset, "after", None, intermediates, by_rows)
 
 
 def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
