@@ -107,6 +107,7 @@ SAID = {
     "linears.method=uniform": "samples no linear of this model",
     "tiles.method=tokens ignore=[mlp]": "runs modules by tiles, and no block",
     "compression.method=int8 gradient_error=0.1": "the gradient is off by up to 10%",
+    "compression.method=int8": "the gradient is off by a part that gradient_error, which is 0, does not declare",
 }
 
 

@@ -192,6 +192,22 @@ def test_softmaxes_of_blocks_are_recomputed_where_the_recipe_says_so(recipe: str
     assert set(actions.values()) == {action}
 
 
+@pytest.mark.parametrize(
+    ("settings", "accuracy"),
+    [
+        ((), "exact"),
+        (("gradient_error=0.1",), "exact"),
+        (("compression.method=int8", "gradient_error=0.1"), "approximate, by 10%"),
+        (("compression.method=int8",), "approximate, undeclared"),
+        (("linears.method=wta-crs",), "sampled"),
+        (("activations.code=2bit", "gradient_error=0.3", "linears.method=crs"), "approximate, by 30%; sampled"),
+        (("activations.code=2bit", "activations.method=none"), "exact"),
+    ],
+)
+def test_the_accuracy_of_a_recipe_follows_from_its_rules(settings: tuple[str, ...], accuracy: str) -> None:
+    assert load_recipe("exact", settings).accuracy == accuracy
+
+
 def test_patterns_that_match_no_linear_are_told() -> None:
     sites = Sites("M", "m", linears=(FC2,), blocks=(BLOCK,), hidden_size=8)
     notes = make_plan(sites, load_recipe("wta-crs", ["linears.targets=fc3"])).notes

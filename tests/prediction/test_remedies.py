@@ -37,6 +37,19 @@ def test_eager_attention_is_named_with_what_the_model_supports(eager: Headline) 
 
 
 @pytest.mark.rotates(4)
+@pytest.mark.parametrize(
+    ("recipe", "accuracy"),
+    [("exact-unfolded", "exact"), ("wta-crs", "sampled"), ("sampled", "approximate, by 30%; sampled")],
+)
+def test_gradients_are_exact_only_by_recipes_that_are(recipe: str, accuracy: str) -> None:
+    config = named_config("bert")
+    about = Step(config, Training(1, 32), sites_of(config), load_recipe(recipe))
+    ways = {way.name: way.accuracy for way in headline(Request("a model"), gpu="1GiB", step=about).ways()}
+    assert ways["stock"] == ways["stock + checkpointing"] == "exact"
+    assert ways["memopt"] == ways["memopt + checkpointing"] == accuracy
+
+
+@pytest.mark.rotates(4)
 def test_masks_of_dropouts_are_named_with_the_setting_that_saves_seeds() -> None:
     config = named_config(
         "bert", hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.0, max_position_embeddings=2048

@@ -55,9 +55,12 @@ class Plan:
 
     def _effects(self) -> Iterator[str]:
         if "approximate" in self.recipe.effects:
+            declared = f"up to {self.recipe.gradient_error:.0%} (relative, declared"
+            if not self.recipe.gradient_error:
+                declared = "a part that gradient_error, which is 0, does not declare (relative"
             yield (
-                f"Recipe '{self.recipe.name}' is approximate: the forward is exact, the gradient is off by up to "
-                f"{self.recipe.gradient_error:.0%} (relative, declared; `memopt verify` measures it on this model). "
+                f"Recipe '{self.recipe.name}' is approximate: the forward is exact, the gradient is off by "
+                f"{declared}; `memopt verify` measures it on this model). "
                 "The exact alternative is `--recipe exact`, in Python memopt.patch(model); "
                 "`memopt report --recipe exact` shows its bytes."
             )

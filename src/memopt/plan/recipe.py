@@ -25,6 +25,8 @@ from memopt.plan.shipped import shipped
 
 DEFAULT_MEMORY_RECIPE = "exact-unfolded"
 DEFAULT_CHECKPOINT_RECIPE = "exact"
+EXACT = "exact"
+"""The accuracy of gradients that change by no more than rounding."""
 
 
 class Recipe(Strict):
@@ -48,6 +50,13 @@ class Recipe(Strict):
     def effects(self) -> frozenset[Effect]:
         """Effects of the rules on gradients, apart from rounding."""
         return frozenset(rules.effect for rules in self._all_rules().values()) - {"exact"}
+
+    @property
+    def accuracy(self) -> str:
+        """The accuracy of the gradients, in words."""
+        declared = f"by {self.gradient_error:.0%}" if self.gradient_error else "undeclared"
+        said = {"approximate": f"approximate, {declared}", "sampled": "sampled"}
+        return "; ".join(said[effect] for effect in sorted(self.effects)) or EXACT
 
     @property
     def folds(self) -> bool:

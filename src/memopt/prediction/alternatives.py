@@ -9,7 +9,7 @@ from functools import cache, cached_property, partial
 from memopt.environment.forks import each
 from memopt.errors import ModelError, UsageError
 from memopt.plan.plan import make_plan
-from memopt.plan.recipe import Recipe, load_recipe
+from memopt.plan.recipe import EXACT, Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
 from memopt.prediction.largest import MOST_ROWS, Scaled, largest
@@ -203,7 +203,7 @@ class _Answer:
 
     def way(self, candidate: _Candidate) -> Way:
         found = candidate.at()
-        flops, moved = _cost(found)
+        (flops, moved), recipe = _cost(found), candidate.tracer.of.recipe
         return Way(
             candidate.name,
             candidate.how,
@@ -215,10 +215,11 @@ class _Answer:
             {str(part): size for part, size in found.parts.items()},
             flops / max(1, self.stock_cost[0]),
             moved / max(1, self.stock_cost[1]),
-            candidate.tracer.of.rules.gradient_error if candidate.tracer.of.recipe else 0.0,
+            recipe.gradient_error if recipe else 0.0,
             batch=self._batch(candidate),
             seq=self._seq(candidate) if self.longest or candidate.name in ("stock", "memopt") else None,
             allocator=found.limit_advice,
+            accuracy=recipe.accuracy if recipe else EXACT,
         )
 
     def _batch(self, candidate: _Candidate) -> Largest | None:
@@ -292,7 +293,7 @@ class _Answer:
         assert self.card is not None
         memory, now = self.card.memory, ways[patched.name]
         exact = sorted((ways[each.name] for each in others if ways[each.name].how), key=lambda way: way.flops)
-        exact = [way for way in exact if not way.gradient_error and way.name.startswith("memopt")]
+        exact = [way for way in exact if way.accuracy == EXACT and way.name.startswith("memopt")]
         if now.fits(memory):
             for way in exact:
                 if way.batch and now.batch and way.batch.value > now.batch.value:

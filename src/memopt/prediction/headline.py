@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from memopt.plan.recipe import EXACT
+
 _GIB = 1 << 30
 #: Parts of a peak in a user's words; all parts not listed here count as "other".
 _GROUPS = {
@@ -72,11 +74,13 @@ class Way:
     moved: float
     """Bytes that the operations read and write, relative to the stock step."""
     gradient_error: float = 0.0
-    """0: exact but for rounding."""
+    """The error that an approximate recipe declares."""
     batch: Largest | None = None
     seq: Largest | None = None
     allocator: str = ""
     """How to lower the limit of PyTorch's allocator, if this way fits only so."""
+    accuracy: str = EXACT
+    """The accuracy of the gradients, in words."""
 
     @property
     def needs(self) -> int:
@@ -95,11 +99,6 @@ class Way:
     def saves_beside(self, stock: Way) -> bool:
         """Whether this way takes less than `stock` by more than the allocator's rounding."""
         return stock.total - self.total > _NOTHING * stock.total
-
-    @property
-    def accuracy(self) -> str:
-        """The accuracy of the gradients, in words."""
-        return f"approximate, by {self.gradient_error:.0%}" if self.gradient_error else "exact"
 
     def by_what(self) -> dict[str, int]:
         """Bytes at the peak, in a user's words."""
@@ -223,7 +222,7 @@ class Headline:
         said: list[str] = []
         most = 0
         for way in sorted(self.ways(), key=lambda way: (way.flops, way is not self.patched)):
-            if way.seq is not None and way.seq.value > most and not way.gradient_error:
+            if way.seq is not None and way.seq.value > most and way.accuracy == EXACT:
                 most, waits = way.seq.value, f" ({gib(way.seq.offloaded)} of CPU memory)" if way.seq.offloaded else ""
                 said.insert(0, f"{way.name} {way.seq} tokens{waits}")
         return "; ".join(said) or f"no way fits {self.card}, at any length"
@@ -251,6 +250,7 @@ def _way_dict(way: Way, memory: int | None) -> dict[str, Any]:
         "extra_flops": way.flops - 1,
         "extra_bytes_moved": way.moved - 1,
         "gradient_error": way.gradient_error,
+        "gradients": way.accuracy,
         "fits": None if memory is None else way.fits(memory),
         "largest_batch": None if way.batch is None else way.batch.value,
         "larger_batch_may_fit": None if way.batch is None else way.batch.is_all,

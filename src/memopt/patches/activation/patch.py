@@ -38,7 +38,7 @@ class ActivationRules(Rules):
 
     @property
     def effect(self) -> Effect:
-        return "exact" if self.code == OFF else "approximate"
+        return "exact" if self.is_off or self.code == OFF else "approximate"
 
 
 _BEHIND_NORM = "its output is recomputed where it reads a norm's, which is recomputed too"

@@ -70,7 +70,7 @@ class Plan:
 
     def __str__(self) -> str:
         micro = f"; {self.accumulation} micro-batches of {self.batch}" if self.accumulation > 1 else ""
-        accuracy = "" if self.exact else f", approximate (gradient off by up to {self.recipe.gradient_error:.0%})"
+        accuracy = "" if self.exact else f", gradients {self.recipe.accuracy}"
         about = "" if self.traced else "about "
         return f"{self.words}{micro}: {about}{in_words(self.total)}, {self.extra:+.1%} time{accuracy}"
 
