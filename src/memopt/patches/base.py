@@ -58,6 +58,8 @@ class Rules(Strict):
 
     key: ClassVar[str]
     """The recipe key that holds these rules."""
+    needs: ClassVar[tuple[tuple[str, str, object], ...]] = ()
+    """Triples of a field, another field, and the only value of that with which the first has an effect."""
 
     @property
     def is_off(self) -> bool:
@@ -68,6 +70,15 @@ class Rules(Strict):
         given, fields = self.model_fields_set, type(self).model_fields
         idle = self.is_off and "method" in fields and "method" not in given
         return tuple(name for name in fields if name in given) if idle else ()
+
+    def without_effect(self) -> Iterator[str]:
+        """A sentence for each field that was given and has no effect, because of the value of another field."""
+        idle = dict.fromkeys(self.without_method(), "method")
+        for name, other, value in () if self.is_off else self.needs:
+            if getattr(self, name) != type(self).model_fields[name].default and getattr(self, other) != value:
+                idle[name] = other
+        for name, other in idle.items():
+            yield f"{self.key}.{name} has no effect, because {self.key}.{other} is {getattr(self, other)}."
 
     @property
     def effect(self) -> Effect:

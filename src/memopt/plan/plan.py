@@ -70,7 +70,7 @@ class Plan:
     @property
     def idle(self) -> tuple[str, ...]:
         """A sentence for each pattern of the recipe that matches nothing in this model, and for each field that has no
-        effect without a method."""
+        effect beside another."""
         names = {name for patch in patches() for name in _selected(patch, self.sites)}
         noun = "norm, linear or other place"
         settings = [Patterns(key, getattr(self.recipe, key), names, noun) for key in ("targets", "ignore")]
@@ -81,10 +81,7 @@ class Plan:
                 for each in settings
                 for pattern in each.idle()
             ),
-            *(
-                f"Recipe '{self.recipe.name}': {key}.{name} has no effect, because {key}.method is none."
-                for key, name in self.recipe.without_method()
-            ),
+            *(f"Recipe '{self.recipe.name}': {sentence}" for sentence in self.recipe.without_effect()),
         )
 
     def chosen(self, kind: str, *actions: str) -> tuple[Any, ...]:

@@ -77,9 +77,9 @@ class Recipe(Strict):
         rules = self._all_rules().get(key)
         return rules is None or rules.is_off
 
-    def without_method(self) -> tuple[tuple[str, str], ...]:
-        """(key, field) of each field that was given and has no effect, because the method of its rules was not."""
-        return tuple((key, name) for key, rules in self._all_rules().items() for name in rules.without_method())
+    def without_effect(self) -> tuple[str, ...]:
+        """A sentence for each field that was given and has no effect, because of another field of its rules."""
+        return tuple(sentence for rules in self._all_rules().values() for sentence in rules.without_effect())
 
     def without(self, *effects: Effect) -> tuple[str, ...]:
         """Settings (KEY=VALUE) that switch off the rules with one of these effects."""
