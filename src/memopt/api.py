@@ -151,7 +151,7 @@ def plan_for(
     rules = load_recipe(recipe)
     batch = given_batch(inputs)
     if isinstance(model, nn.Module):
-        return make_plan(_walk(model, batch), rules)
+        return make_plan(_walk(model, batch, rules), rules)
     config = load_config(model, trust_remote_code=trust_remote_code)
     return make_plan(walk_config(config, inputs=batch, trust_remote_code=trust_remote_code), rules)
 
@@ -209,9 +209,9 @@ def load(
     def patched(model: nn.Module) -> None:
         names = {name: norm for name, _ in model.named_modules() if (norm := _same_norm(name, folded))}
         with generators_kept():  # keep their state after `from_pretrained`, which draws a new head's weights
-            sites = _walk(model, remembered if batch is None else batch)
+            sites = _walk(model, remembered if batch is None else batch, unfolded)
             if batch is None and not sites.ran:  # a model with another head may not take that batch
-                sites = _walk(model, None)
+                sites = _walk(model, None, unfolded)
             plan = make_plan(sites, unfolded)
             with affines_read(model, directory, names) as known:
                 applied = apply(model, plan, folded=known)
@@ -254,16 +254,16 @@ def _within(
     return plan.recipe, f"planned for: {choice.training}"
 
 
-def _walk(model: nn.Module, inputs: Mapping[str, Any] | None) -> Sites:
+def _walk(model: nn.Module, inputs: Mapping[str, Any] | None, rules: Recipe) -> Sites:
     """`walk_model`; inputs that do not run are cast to the model's dtype and tried again."""
     from memopt.walk.calls.batch import placed
     from memopt.walk.observe import walk_model
 
-    sites = walk_model(model, inputs)
+    sites = walk_model(model, inputs, attention=rules.runs_attention)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     if inputs is None or sites.ran or dtype is None:
         return sites
-    return walk_model(model, placed(inputs, None, dtype))
+    return walk_model(model, placed(inputs, None, dtype), attention=rules.runs_attention)
 
 
 def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:

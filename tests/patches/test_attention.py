@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import CLIPConfig, CLIPModel
 import memopt
 from memopt.pipeline import patch_checkpoint
 from memopt.plan.recipe import Recipe, load_recipe
+from memopt.trace.account import live_bytes
 from memopt.verification.run import verify
 from memopt.walk.models import attention as walk_attention
 from tests.factories import tiny_inputs, tiny_model
@@ -56,6 +58,19 @@ def test_the_model_runs_what_the_recipe_says_and_computes_the_same(before: str, 
     memopt.unpatch(patched)
     assert set_to(patched) == before
     assert type(patched) is type(stock)
+
+
+def test_softmaxes_of_the_attention_that_the_recipe_sets_are_recomputed() -> None:
+    given, by_recipe = tiny_model("bert"), tiny_model("bert")
+    given.set_attn_implementation("eager")
+    memopt.patch(given)
+    memopt.patch(by_recipe, recipe("eager"))
+    steps = [functools.partial(lambda model: model(**tiny_inputs("bert")).loss, model) for model in (given, by_recipe)]
+    for step in steps:
+        step().backward()  # the first step exchanges linears
+    assert live_bytes(steps[1]) == live_bytes(steps[0])
+    memopt.unpatch(by_recipe)
+    assert set_to(by_recipe) == "sdpa"
 
 
 def test_every_part_gets_its_own_setting_back() -> None:

@@ -14,8 +14,9 @@ import memopt
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
 from memopt.trace.events import Storage, Trace, peak_of
+from memopt.trace.subject import step_of
 from memopt.trace.trace import trace, trace_account
-from memopt.trace.training import Step, Training
+from memopt.trace.training import Request, Step, Training
 from tests.trace.builders import named_config, sites_of
 
 SEQ = 320
@@ -127,6 +128,13 @@ def test_transformers_is_as_before_afterwards() -> None:
     traced(named_config("llama", max_position_embeddings=SEQ), attention="flex_attention")
     assert {name: ALL_ATTENTION_FUNCTIONS[name] for name in FUSED} == before
     assert ALL_MASK_ATTENTION_FUNCTIONS["flex_attention"] is mask
+
+
+@pytest.mark.parametrize("request_", [{"attention": "eager"}, {"overrides": ("attention.implementation=eager",)}])
+def test_softmaxes_of_eager_attention_are_found_where_the_model_would_run_another(tmp_path: Any, request_: Any) -> None:
+    named_config("bert").save_pretrained(tmp_path)
+    assert step_of(Request(str(tmp_path))).sites.softmaxes == ()
+    assert len(step_of(Request(str(tmp_path), **request_)).sites.softmaxes) == 2
 
 
 def test_the_answer_takes_it(tmp_path: Any) -> None:

@@ -95,6 +95,11 @@ class Rules(Strict):
         """Whether folds may change hidden states that the model returns."""
         return False
 
+    @property
+    def runs_attention(self) -> str | None:
+        """The implementation of attention that the rules set; None: the model's own."""
+        return None
+
     def in_memory(self) -> Mapping[str, str]:
         """Field -> value to use for a model in memory, because its weights are not changed."""
         return {}

@@ -68,6 +68,11 @@ class Recipe(Strict):
         """Whether folds may change hidden states that the model returns."""
         return any(rules.changes_outputs for rules in self._all_rules().values())
 
+    @property
+    def runs_attention(self) -> str | None:
+        """The implementation of attention that the recipe sets; None: the model's own."""
+        return next((name for rules in self._all_rules().values() if (name := rules.runs_attention)), None)
+
     def rules(self, kind: type[R]) -> R:
         """The rules of class `kind`; their defaults if no patch has such rules."""
         return next((rules for rules in self._all_rules().values() if isinstance(rules, kind)), kind())

@@ -19,6 +19,7 @@ from memopt.trace.quantised import other_method, quantisation_of
 from memopt.trace.training import Request, Step, check_peft
 from memopt.walk.calls.batch import Batch, check_names, given_batch, in_words, placed, rows_of, tokens_of
 from memopt.walk.deep import find_deep_sites
+from memopt.walk.models.attention import switch_walked
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config, model_class, named_classes
 from memopt.walk.observe import find_sites, walk_config
@@ -80,7 +81,9 @@ class Subject:
             training = replace(training, seq=seq or default_seq(config))
         if self.record is not None or not self.rules.folds:
             # The folded norms are known, so no fold has to be proved.
-            sites = _sites_alone(build_meta(config), batch)
+            model = build_meta(config)
+            switch_walked(model, training.attention or self.rules.runs_attention)
+            sites = _sites_alone(model, batch)
             folded = self.record.folded_norms() if self.record is not None else frozenset()
         else:
             sites = walk_config(config, inputs=batch, trust_remote_code=self.request.trust_remote_code)

@@ -30,6 +30,7 @@ from memopt.walk.flow.linear_inputs import InputUse
 from memopt.walk.flow.watch import Observed, observe
 from memopt.walk.folds.twin_proofs import with_proofs
 from memopt.walk.folds.verdict import norm_sites
+from memopt.walk.models.attention import switch_walked
 from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.models.config import load_config
 from memopt.walk.models.plain import plain_functions
@@ -98,8 +99,8 @@ def _guessed(model: nn.Module, sites: Sites, config: PreTrainedConfig, inputs: B
     return replace(sites, notes=(*sites.notes, note))
 
 
-def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:
-    """Sites of a live model (wrapped by PEFT or not), by a structural copy on the meta device.
+def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, attention: str | None = None) -> Sites:
+    """Sites of a live model (wrapped by PEFT or not), by a structural copy on the meta device, which runs `attention`.
 
     No fold is proved, since weights in memory are not changed. Where no forward runs, norms and activations are still
     probed, and a note says that their consumers are unknown.
@@ -115,6 +116,7 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}).",
             "Patch the model before other tools shard, script or compile it.",
         ) from error
+    switch_walked(clone, attention)
     for module in clone.modules():
         # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
         for hooks in module_hooks(module):

@@ -25,6 +25,10 @@ class AttentionRules(Rules):
     def is_off(self) -> bool:
         return self.implementation == LEFT
 
+    @property
+    def runs_attention(self) -> str | None:
+        return None if self.is_off else self.implementation
+
 
 class AttentionPatch(Patch, EngineSettings):
     """The attention implementation. Its one site is the whole model, whose parts may have their own implementations."""

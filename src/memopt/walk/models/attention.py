@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 Implementation = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"]
@@ -61,6 +62,17 @@ def switch(model: PreTrainedModel, implementation: str) -> None:
     for part, is_able, old in zip(parts, able, before, strict=True):
         if not is_able:
             part.config._attn_implementation = old
+
+
+def switch_walked(model: nn.Module, implementation: str | None) -> None:
+    """Let a copy of a model that is only walked run eager attention, if it shall and can: a walk finds its softmaxes.
+    The other implementations have none, and not all of them run on meta tensors."""
+    from transformers import PreTrainedModel
+
+    first = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if implementation == "eager" and first is not None:
+        with contextlib.suppress(ValueError):
+            first.set_attn_implementation(implementation)
 
 
 def _supports(model: PreTrainedModel, implementation: str) -> bool:
