@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt
 from memopt.errors import NegativeVerdict, RecipeError
@@ -349,6 +350,19 @@ def test_function_transforms_get_the_stock_operations():
     gradients = torch.func.grad(loss)(parameters)
     _, expected = loss_and_gradients(tiny_model("bert"), inputs)
     assert_close({name: gradients[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("recipe", ["exact-unfolded", "exact-levels", "long-context"])
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_graph_of_operations_gets_the_stock_operations(recipe, pre_dispatch):
+    ids, _, labels = tiny_inputs("bert", 2, 8).values()
+
+    def gradients(model):
+        graph = make_fx(lambda ids, labels: model(ids, labels=labels).loss, pre_dispatch=pre_dispatch)(ids, labels)
+        graph(ids, labels).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    assert_close(gradients(memopt.patch(tiny_model("bert"), recipe)), gradients(tiny_model("bert")))
 
 
 def test_a_model_that_cannot_be_run_is_patched_norm_by_norm_with_a_warning():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from memopt import torch_compat
@@ -174,13 +175,14 @@ def test_a_trace_is_seen() -> None:
     seen: list[object] = []
 
     def function(x: Tensor) -> Tensor:
-        seen.append(torch_compat.tracing_state())
+        seen.extend((torch_compat.tracing_state(), torch_compat.proxy_mode()))
         return x + 1
 
     function(torch.ones(2))
     torch.jit.trace(function, torch.ones(2), check_trace=False)
-    assert seen[0] is None
-    assert seen[1] is not None
+    make_fx(function)(torch.ones(2))
+    make_fx(function, pre_dispatch=True)(torch.ones(2))
+    assert [each is not None for each in seen] == [False, False, True, False, False, True, False, True]
 
 
 def test_a_fake_tensor_may_have_known_values_and_no_other_has() -> None:

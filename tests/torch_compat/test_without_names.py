@@ -35,7 +35,7 @@ GROUPS = {
     "trees": _named(
         "_pytree", "OpOverload$", "fake_tensor", "_utils", "functorch.is_", "_DropoutNd", "_autocast", "_backward_cls"
     ),
-    "transforms": _named("peek_", "_current_level", "_tracing_state"),
+    "transforms": _named("peek_", "_current_level", "_tracing_state", "get_proxy"),
     "fields": ",".join(sorted(_FIELDS)),
     "dispatch": _named("TorchDispatchMode"),
     "everything": ",".join(torch_compat.names()),

@@ -28,6 +28,7 @@ from memopt.torch_compat import (
     has_any_global_hook,
     interpreter_stack,
     module_hooks,
+    proxy_mode,
     replicating,
     tracing_state,
 )
@@ -186,6 +187,7 @@ def steps_aside(*, off: str = "", without_gradients: bool = True) -> bool:
         or interpreter_stack() is not None
         or forward_mode_level() >= 0
         or tracing_state() is not None
+        or proxy_mode() is not None
     )
 
 

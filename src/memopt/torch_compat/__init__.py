@@ -63,6 +63,7 @@ from memopt.torch_compat.dispatch import (
     no_torch_function,
     operator_name,
     operator_schema,
+    proxy_mode,
     tracing_state,
     tree_leaves,
     tree_map,

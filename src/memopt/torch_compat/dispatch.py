@@ -198,6 +198,13 @@ tracing_state: Callable[[], object] = find("torch._C._get_tracing_state", _unkno
 Without this name, a trace counts as running.
 """
 
+proxy_mode: Callable[[], object] = find("torch.fx.experimental.proxy_tensor.get_proxy_mode", _unknown, _STEPS_ASIDE)
+"""The mode of the `make_fx` that is tracing; None if none is. Its graph has the operations inside of an autograd
+function and not the function's backward, so it needs stock operations too.
+
+Without this name, a trace counts as running.
+"""
+
 any_autocast_enabled: Callable[[], bool] = find(
     "torch._C._is_any_autocast_enabled", lambda: True, "memopt's operators look for autocast device by device, slowly"
 )
