@@ -12,6 +12,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import memopt
@@ -213,6 +214,24 @@ def test_hooks_run_again_and_what_they_change_is_not_changed_twice():
         results.append(step(model, inputs))
     assert same(*results)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_hooks_that_are_added_after_the_forward_do_not_run_again(name, hooked):
+    results = []
+    for model in (model_of(name), memopt.patch(model_of(name), recipe())):
+        linears = [m for n, m in model.named_modules() if n.split(".")[-1] in SAVED[name]]
+        if hooked:
+            for linear in linears:
+                linear.register_forward_hook(lambda module, args, y: None)
+        loss = model(**tiny_inputs(name, 2, 16)).loss
+        for linear in linears:
+            prune.l1_unstructured(linear, "weight", 0.5)
+        loss.backward()
+        results.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert results[0].keys() == results[1].keys()
+    assert all((results[1][n] - g).norm() <= 1e-5 * g.norm() + 1e-9 for n, g in results[0].items())
 
 
 @pytest.mark.parametrize("change", ["weight", "buffer"])

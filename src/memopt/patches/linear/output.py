@@ -19,7 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import recomputed_output
-from memopt.patches.rerun import OF_EVERY_MODULE, WEIGHTS, Around, has_gradient, have_moved, is_on_gpu, random_states
+from memopt.patches.rerun import (
+    OF_EVERY_MODULE,
+    WEIGHTS,
+    Around,
+    HookTable,
+    has_gradient,
+    have_moved,
+    hooks_as_before,
+    is_on_gpu,
+    random_states,
+    tables_of_hooks,
+)
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_swapped, is_watched, parameters_of, steps_aside, swap_forward, swap_state
 from memopt.recompute.specs import shared_cast, spec_of
@@ -88,6 +99,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     if rewrite.casts and weight is not None and weight.requires_grad:
         x = _as_saved(x)
     around = Around.of(module, x)
+    hooks = tuple((table, dict(table)) for table in tables_of_hooks((module,))) if is_watched(module) else ()
     may_draw = module.training and bool(module._modules)
     random = random_states(x) if may_draw else ()
     y = stock(module, x)
@@ -95,7 +107,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         return y
     if may_draw and not have_moved(random, x):
         random = ()
-    return with_witness(recomputed_output(y, x, _Again(stock, module, around, random)))
+    return with_witness(recomputed_output(y, x, _Again(stock, module, around, random, hooks)))
 
 
 def _as_saved(x: Tensor) -> Tensor:
@@ -121,6 +133,8 @@ class _Again:
     around: Around
     random: tuple[Tensor, ...]
     """States of the generators before the forward; empty if it drew no random number."""
+    hooks: tuple[tuple[HookTable, dict[int, Any]], ...]
+    """The module's hooks in the first run; empty if nothing watched it. Hooks that were added since do not run."""
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_(x.is_floating_point())  # some modules choose a kernel by `requires_grad`
@@ -131,13 +145,14 @@ class _Again:
             return self._run(x).detach()
 
     def _run(self, x: Tensor) -> Tensor:
-        if not is_watched(self.module):
+        if not self.hooks:
             return self.stock(self.module, x)
         # Hooks run again too, as under activation checkpointing, since they may gather sharded weights. The forward
         # takes its first input again and its own output is used, so hooks do not change input and output twice.
         _running.module, _running.x = self.module, x
         try:
-            self.module(x)
+            with hooks_as_before(self.hooks):
+                self.module(x)
             return _running.y
         finally:
             _running.module = None
