@@ -271,3 +271,25 @@ def run_on(
     except Exception:  # a forward may raise anything
         return None
     return y if isinstance(y, Tensor) and not traces.found else None
+
+
+def keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
+    """Whether autograd saves an intermediate as large as the output, so that recomputing the module frees bytes.
+    Measured with gradients for all inputs and parameters: with frozen parameters autograd may save less."""
+    given = [tensor.float().requires_grad_() for tensor in inputs]
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*given, *copy.module.float().parameters())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor.numel()
+        return tensor
+
+    try:
+        copy.module.requires_grad_()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = copy.module.forward(*given)
+        return bool(max(kept.values(), default=0) >= y.numel())
+    finally:
+        copy.module.requires_grad_(False).double()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memopt.environment.generators import seed_cpu
 from memopt.walk.probes.elementwise import replays
-from memopt.walk.probes.isolate import Isolated, isolate, signature
+from memopt.walk.probes.isolate import Isolated, isolate, keeps_intermediates, signature
 from memopt.walk.sites import BATCH_STATISTICS, CastOrder, NormKind
 
 #: Relative difference in fp64 up to which a module computes a formula.
@@ -276,31 +276,9 @@ def _without_formula(
     if not replays(copy, *inputs):
         return "random or different in train mode: it cannot be run again"
     weight, bias, offset = found
-    intermediates = _keeps_intermediates(copy, *inputs)
+    intermediates = keeps_intermediates(copy, *inputs)
     by_rows = kind in ("gated", "other") and copy.is_by_rows(*inputs)
     return NormProbe(kind, width, 0.0, weight or None, bias, offset, "after", None, intermediates, by_rows)
-
-
-def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
-    """Whether autograd saves an intermediate as large as the output, so that recomputing the module frees bytes.
-    Measured with gradients for all inputs and parameters: with frozen parameters autograd may save less."""
-    given = [tensor.float().requires_grad_() for tensor in inputs]
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*given, *copy.module.float().parameters())}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor.numel()
-        return tensor
-
-    try:
-        copy.module.requires_grad_()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = copy.module.forward(*given)
-        return bool(max(kept.values(), default=0) >= y.numel())
-    finally:
-        copy.module.requires_grad_(False).double()
 
 
 def _fit(copy: Isolated, found: _Affine | None, width: int) -> tuple[NormKind, float | None] | None:
