@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import memopt
@@ -259,6 +260,18 @@ def test_chunks_after_a_prompt_without_gradients_are_those_of_stock():
         with torch.no_grad():
             cache = model(first, use_cache=True).past_key_values
         model(second, past_key_values=cache, labels=second).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert worst(found[1], found[0]) < 1e-6
+
+
+def test_a_weight_that_is_pruned_before_backward_is_the_one_of_the_forward():
+    """Pruning puts a plain attribute in the place of the parameter, which it renames."""
+    stock, inputs, found = model_of("gpt2"), tiny_inputs("gpt2"), []
+    patched = memopt.patch(copy.deepcopy(stock), "exact-levels")
+    for model in (stock, patched):
+        loss = model(**inputs).loss
+        prune.l1_unstructured(model.transformer.h[0].mlp.c_fc, "weight", 0.5)
+        loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     assert worst(found[1], found[0]) < 1e-6
 

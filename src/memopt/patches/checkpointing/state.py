@@ -180,6 +180,7 @@ class RunsTwice:
             for tensor, version in zip(self._arguments, self._given_versions, strict=True):
                 check_version(tensor, version)
         lent = self._held.lent(self._block, _WHY, self._copies, is_read=self._state.is_read)
+        lent += _shadows(self._block, lent) if lent else []
         positional, named = self._given
         args = tuple(
             value if isinstance(value, Tensor) else copied(mine) for value, mine in zip(args, positional, strict=True)
@@ -231,6 +232,13 @@ class RunsTwice:
                 if isinstance(value, Tensor) and (looks or (id(table), name) in self._state.moving)
                 if not isinstance(value, nn.Parameter) and not value.requires_grad and value.numel() <= _LARGEST_COPY
             }
+
+
+def _shadows(block: nn.Module, lent: Sequence[tuple[Slot, Any]]) -> list[tuple[Slot, Any]]:
+    """Plain attributes that would hide a parameter or buffer in `lent`: pruning puts one in place of a weight."""
+    own = {id(table): vars(module) for module in block.modules() for table in (module._parameters, module._buffers)}
+    found = [((own.get(id(table), {}), name), ABSENT) for (table, name), _ in lent]
+    return [(slot, value) for slot, value in found if slot[1] in slot[0]]
 
 
 @torch.no_grad()
