@@ -30,6 +30,8 @@ _LARGE = 1e4
 _SMALL = 1e-4
 #: Width tried for a norm that has neither parameters nor an attribute with its width.
 _ANY_WIDTH = 24
+#: Most channels tried for a norm without parameters.
+_MOST_CHANNELS = 1 << 12
 _MAX_PER_HEAD = 1 << 16
 _SCALES_ONLY = "it scales and shifts its input and normalises nothing"
 _MORE = "it has other gradients than its values, depends on lengths or the mode, or keeps something on itself"
@@ -142,7 +144,7 @@ def _probe_plain(copy: Isolated) -> NormProbe | str | None:
                 accepts_any = width == _ANY_WIDTH and width not in _declared_widths(copy.module)
                 return NormProbe(fitted[0], None if accepts_any else width, fitted[1], None, None, 0, "after")
         with contextlib.suppress(*_FAILURES):
-            for x in _channels(width):
+            for x in _channels(width) if width <= _MOST_CHANNELS else ():
                 if copy.tries(x) == x.shape and _standardises(copy, x):
                     return _without_formula("channels", copy, None, _HIDDEN, x)
     return None
