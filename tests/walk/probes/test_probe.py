@@ -257,16 +257,29 @@ def test_a_norm_with_channels_in_dimension_1_is_known_by_its_affine() -> None:
     assert (probe.kind, probe.weight, probe.bias) == ("channels", "weight", "bias")
 
 
-@pytest.mark.parametrize(("module", "intermediates"), [(nn.GroupNorm(3, WIDTH), False), (ChannelsFirst(), True)])
+class WithActivation(nn.GroupNorm):
+    def __init__(self, activation: nn.Module | None = None) -> None:
+        super().__init__(2, WIDTH)
+        self.activation = activation or nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.activation(super().forward(x))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("module", "intermediates"),
+    [
+        (nn.GroupNorm(3, WIDTH), False),
+        (ChannelsFirst(), True),
+        (WithActivation(), False),  # it saves its output, as its readers do
+        (WithActivation(nn.SiLU()), True),
+    ],
+)
 def test_whether_a_norm_keeps_more_than_its_input_is_seen(module: nn.Module, intermediates: bool) -> None:
     probe = probe_norm(module)
     assert isinstance(probe, NormProbe)
     assert (probe.kind, probe.intermediates) == ("channels", intermediates)
-
-
-class WithActivation(nn.GroupNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).relu_()
 
 
 @pytest.mark.parametrize(
@@ -276,7 +289,7 @@ class WithActivation(nn.GroupNorm):
         nn.InstanceNorm2d(8),
         nn.InstanceNorm3d(8),
         nn.InstanceNorm3d(8, affine=True),
-        WithActivation(2, 8),
+        WithActivation(),
     ],
 )
 def test_a_norm_of_channels_is_known_without_its_affine(module: nn.Module) -> None:

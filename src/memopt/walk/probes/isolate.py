@@ -274,7 +274,7 @@ def run_on(
 
 
 def keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
-    """Whether autograd saves an intermediate as large as the output, so that recomputing the module frees bytes.
+    """Whether autograd saves another tensor as large as the output, so that recomputing the module frees bytes.
     Measured with gradients for all inputs and parameters: with frozen parameters autograd may save less."""
     given = [tensor.float().requires_grad_() for tensor in inputs]
     own = {tensor.untyped_storage().data_ptr() for tensor in (*given, *copy.module.float().parameters())}
@@ -290,6 +290,7 @@ def keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
         copy.module.requires_grad_()
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = copy.module.forward(*given)
+        kept.pop(y.untyped_storage().data_ptr(), None)  # its readers may save it, too
         return bool(max(kept.values(), default=0) >= y.numel())
     finally:
         copy.module.requires_grad_(False).double()

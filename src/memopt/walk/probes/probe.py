@@ -254,6 +254,8 @@ def _channels(width: int) -> Iterator[Tensor]:
 
 def _standardises(copy: Isolated, x: Tensor) -> bool:
     """Whether the output does not change when all of the input is scaled by a positive number, and shifted."""
+    own = {name: each for name, each in copy.module._parameters.items() if each is not None}
+    copy.run(x, values={name: torch.rand(each.numel(), dtype=torch.float64) + 0.5 for name, each in own.items()})
     # A softmax does not change either where its input is large; a norm's eps counts where its input is small.
     pairs = ((copy.run(size * x), copy.run(3 * size * x + size), close) for size, close in ((_LARGE, 1e-6), (1, 1e-2)))
     if not all(torch.allclose(y, moved, rtol=close, atol=close) for y, moved, close in pairs):
