@@ -21,12 +21,10 @@ from memopt.environment.files import parse_yaml, read_small
 from memopt.errors import RecipeError
 from memopt.patches.base import Effect, R, Rules, Strict, any_matches, one_or_more
 from memopt.patches.registry import patches, watch
-from memopt.plan.shipped import shipped
+from memopt.plan.shipped import EXACT, shipped
 
 DEFAULT_MEMORY_RECIPE = "exact-unfolded"
 DEFAULT_CHECKPOINT_RECIPE = "exact"
-EXACT = "exact"
-"""The accuracy of gradients that change by no more than rounding."""
 
 
 class Recipe(Strict):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+EXACT = "exact"
+"""The accuracy of gradients that change by no more than rounding."""
+
 
 def shipped() -> dict[str, Path]:
     """Name -> file of every shipped recipe, sorted by name."""

@@ -9,7 +9,8 @@ from functools import cache, cached_property, partial
 from memopt.environment.forks import each
 from memopt.errors import ModelError, UsageError
 from memopt.plan.plan import make_plan
-from memopt.plan.recipe import EXACT, Recipe, load_recipe
+from memopt.plan.recipe import Recipe, load_recipe
+from memopt.plan.shipped import EXACT
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
 from memopt.prediction.largest import MOST_ROWS, Scaled, largest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.plan.recipe import EXACT
+from memopt.plan.shipped import EXACT
 
 _GIB = 1 << 30
 #: Parts of a peak in a user's words; all parts not listed here count as "other".
