@@ -182,9 +182,8 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     skipped = {n: r for n, r in observed.lookalikes.items() if n not in owners} | rejected | functions
     config = getattr(model, "config", None)
     gated, activations = tuple(with_form(model, site) for site in labels.gated_sites()), labels.activation_sites()
-    read = {
-        site.name: labels.norms_read.get(site.name, ()) for site in activations if site.name and site.reads_recomputed
-    }
+    may_read = {site.name for site in activations if site.name and site.reads_recomputed}
+    read = {name: of for name, of in labels.norms_read.items() if name in may_read}
     norms = tuple(replace(norm, activations=tuple(a for a in read if norm.name in read[a])) for norm in norms)
     # Modules of other sites are left out of `chained`: other patches rewrite them.
     known = {each.name for each in norms} | {each.name for each in observed.functions}

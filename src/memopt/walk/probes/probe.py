@@ -1,4 +1,4 @@
-"""Finds out whether a module is a norm by running a copy of it on random data, never by its class or its name.
+"""Finds out whether a module is a norm by running a copy of it on random data, not by its class or its name.
 
 `memopt.walk.flow.shadow` observes the tensors that a module gets in its model.
 """
@@ -229,8 +229,8 @@ def _probe_per_head(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str |
 
 def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
     """Probe a module that does not map one (2, tokens, width) tensor to its shape: gated, or with channels in dim 1."""
-    if isinstance(copy.module, BATCH_NORMS):
-        return BATCH_STATISTICS  # whatever it computes from the normalised input, such as the activation in timm's
+    if isinstance(copy.module, BATCH_NORMS):  # PyTorch's, whatever a subclass adds: timm's run an activation
+        return BATCH_STATISTICS
     if (gated := _gated(copy, slots, width)) is not None:
         return gated
     for x in _channels(width):
