@@ -163,8 +163,8 @@ def test_a_folded_norm_that_was_trained_is_no_identity(pair: Pair, tmp_path: Pat
 
 def peaks(rank: int, folder: str) -> tuple[float, float]:
     """Most resident bytes of a load of shards, and of one of the whole, every element read; MiB."""
-    # What else the process touches for the first time comes on top, so the least of some tries.
-    return min(resident(lambda: sharded(folder)) for _ in range(3)), resident(lambda: memopt.load(folder))
+    # What else the process touches for the first time comes on top, so the least of several tries.
+    return min(resident(lambda: sharded(folder)) for _ in range(8)), resident(lambda: memopt.load(folder))
 
 
 def resident(load: Any) -> float:
