@@ -110,3 +110,10 @@ def test_a_replica_is_seen_and_settled() -> None:
     assert settled == [(module, replica)]
     assert torch_compat.is_replica(replica)
     assert not torch_compat.is_replica(module)
+
+
+def test_every_batch_norm_of_pytorch_is_known() -> None:
+    base = nn.modules.batchnorm._BatchNorm
+    of_torch = {each for each in vars(nn).values() if isinstance(each, type) and issubclass(each, base)}
+    lazy = {each for each in of_torch if each.__name__.startswith("Lazy")}  # they become one of the others
+    assert of_torch - lazy == set(torch_compat.BATCH_NORM_CLASSES)

@@ -73,6 +73,7 @@ from memopt.torch_compat.dispatch import (
 )
 from memopt.torch_compat.lookup import Missing, missing, names, warn_once_of_missing
 from memopt.torch_compat.modules import (
+    BATCH_NORM_CLASSES,
     calls_of_checkpointing,
     checkpointed_call,
     checkpointing_hook,

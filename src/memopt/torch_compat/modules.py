@@ -17,6 +17,8 @@ from torch.utils import checkpoint
 from memopt.torch_compat.autograd import current_graph_task_id, top_saved_tensors_hooks
 from memopt.torch_compat.lookup import find, is_found
 
+#: PyTorch's classes of batch norms; their common base class is private.
+BATCH_NORM_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CALL = nn.Module.__call__.__code__
 
 

@@ -28,8 +28,7 @@ from memopt.patches.checkpointing.state import BlockState, RunsTwice
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.scope import ScopeRewrite, run_scoped
 from memopt.patches.swap import original_class, states_in, steps_aside, swap_forward, with_attributes, wraps_any_forward
-from memopt.torch_compat import is_checkpointed_region
-from memopt.walk.probes.probe import BATCH_NORMS
+from memopt.torch_compat import BATCH_NORM_CLASSES, is_checkpointed_region
 
 _NOT_OFFLOADED = "checkpointing.offload is off: inputs of checkpointed blocks stay on the device"
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
@@ -94,7 +93,7 @@ def patch_block(
     """Let `block` be checkpointed or not, whatever the model's own switch is; the other arguments are as in
     :class:`BlockRewrite`. Raises a ValueError if the block cannot be swapped, or a second run would change the
     statistics of a batch norm."""
-    if is_checkpointed and any(isinstance(m, BATCH_NORMS) and m.track_running_stats for m in block.modules()):
+    if is_checkpointed and any(isinstance(m, BATCH_NORM_CLASSES) and m.track_running_stats for m in block.modules()):
         raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
     rewrite = BlockRewrite(scope, is_checkpointed, inputs, keeps_attention, room)
     swap_forward(block, _switched if has_switch(block) else _wrapped, rewrite)

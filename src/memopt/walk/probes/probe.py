@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.environment.generators import seed_cpu
+from memopt.torch_compat import BATCH_NORM_CLASSES
 from memopt.walk.probes.elementwise import replays
 from memopt.walk.probes.isolate import Isolated, isolate, keeps_intermediates, signature
 from memopt.walk.sites import BATCH_STATISTICS, CastOrder, NormKind
@@ -38,8 +39,6 @@ _MORE = "it has other gradients than its values, depends on lengths or the mode,
 #: Why a module with parameters of its own is no norm.
 NO_AFFINE = "it has its own parameters, which are not a scale and shift of a normalised input"
 
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 #: (weight, bias, offset)
 _Affine = tuple[str, str | None, Literal[0, 1]]
@@ -229,7 +228,7 @@ def _probe_per_head(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str |
 
 def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
     """Probe a module that does not map one (2, tokens, width) tensor to its shape: gated, or with channels in dim 1."""
-    if isinstance(copy.module, BATCH_NORMS):  # PyTorch's, whatever a subclass adds: timm's run an activation
+    if isinstance(copy.module, BATCH_NORM_CLASSES):  # PyTorch's, whatever a subclass adds: timm's run an activation
         return BATCH_STATISTICS
     if (gated := _gated(copy, slots, width)) is not None:
         return gated
@@ -254,8 +253,8 @@ def _channels(width: int) -> Iterator[Tensor]:
 
 def _standardises(copy: Isolated, x: Tensor) -> bool:
     """Whether the output does not change when all of the input is scaled by a positive number, and shifted."""
-    own = {name: each for name, each in copy.module._parameters.items() if each is not None}
-    copy.run(x, values={name: torch.rand(each.numel(), dtype=torch.float64) + 0.5 for name, each in own.items()})
+    for parameter in copy.module.parameters(recurse=False):  # earlier runs may have left zeros there
+        parameter.data = torch.rand_like(parameter) + 0.5
     # A softmax does not change either where its input is large; a norm's eps counts where its input is small.
     pairs = ((copy.run(size * x), copy.run(3 * size * x + size), close) for size, close in ((_LARGE, 1e-6), (1, 1e-2)))
     if not all(torch.allclose(y, moved, rtol=close, atol=close) for y, moved, close in pairs):

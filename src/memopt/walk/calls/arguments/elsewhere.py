@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from memopt.torch_compat import BATCH_NORM_CLASSES
 from memopt.walk.calls.arguments.request import BATCH, LENGTH, ODD_LENGTH, Forms, Kwargs, parameters_of
 
 #: Widths that no layer has: one of them in a layer's input shows which argument it comes from.
@@ -253,7 +254,7 @@ def fitted(model: nn.Module, given: Kwargs, run: Run) -> bool:
 
 
 #: Modules whose weight has a number for each channel in dimension 1, not for the last dimension.
-_OVER_CHANNELS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.PReLU)
+_OVER_CHANNELS = (*BATCH_NORM_CLASSES, nn.GroupNorm, nn.PReLU)
 
 
 def _wanted(module: nn.Module) -> Iterator[tuple[int, int]]:
