@@ -107,6 +107,8 @@ SAID = {
     "loss.method=lean loss.room=8": "loss.room has no effect, because loss.method is lean",
     "tiles.method=tokens tiles.tokens=8 tiles.room=8": "tiles.room has no effect, because tiles.tokens is 8",
     "checkpointing.keep=attention": "checkpointing.keep has no effect, because checkpointing.method is none",
+    "activations.where=all": "activations.where has no effect, because activations.code is none",
+    "attention.implementation=flash_attention_3": "attention.implementation has no effect on this machine, because",
     "linears.recompute=auto linears.budget=0.5": "linears.budget has no effect, because linears.method is none",
     "linears.method=uniform": "samples no linear of this model",
     "tiles.method=tokens ignore=[mlp]": "runs modules by tiles, and no block",

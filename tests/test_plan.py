@@ -218,8 +218,11 @@ def test_patterns_that_match_no_linear_are_told() -> None:
     ("setting", "message"),
     [
         ("linears.method=topk", r"linears\.method.*cannot be 'topk'"),
-        ("linears.budget=0", r"linears\.budget"),
-        ("linears.budget=1.5", r"linears\.budget"),
+        ("linears.budget=0", r"'linears\.budget' cannot be '0'\. It should be greater than 0\.$"),
+        ("linears.budget=1.5", r"'linears\.budget' cannot be '1\.5'\. It should be less than 1\.$"),
+        ("linears.budget=much", r"'linears\.budget' cannot be 'much'\. It should be a valid number\.$"),
+        ("norms=none", r"'norms' cannot be 'none'\. It should be a group of keys, e\.g\. norms\.method\.$"),
+        ("checkpointing.method=count", r"'checkpointing': 'count' needs the number of blocks, e\.g\. checkpointing\.c"),
         ("linears.budgit=0.5", "Did you mean 'budget'"),
         ("dropouts.method=mask", r"dropouts\.method.*cannot be 'mask'"),
     ],

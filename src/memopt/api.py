@@ -145,15 +145,14 @@ def plan_for(
     `inputs` has the same meaning as in `patch`.
     """
     from memopt.walk.calls.batch import given_batch
-    from memopt.walk.models.config import load_config
     from memopt.walk.observe import walk_config
 
     rules = load_recipe(recipe)
     batch = given_batch(inputs)
     if isinstance(model, nn.Module):
         return make_plan(_walk(model, batch, rules), rules)
-    config = load_config(model, trust_remote_code=trust_remote_code)
-    return make_plan(walk_config(config, inputs=batch, trust_remote_code=trust_remote_code), rules)
+    attention = rules.runs_attention
+    return make_plan(walk_config(model, inputs=batch, attention=attention, trust_remote_code=trust_remote_code), rules)
 
 
 def load(

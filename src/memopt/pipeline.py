@@ -136,7 +136,7 @@ def patch_checkpoint(
         config = load_config(checkpoint.root, trust_remote_code=trust_remote_code)
         for text in check_names(checkpoint, config).notes:
             notes.tell(text)
-    checkpoint, sites, driven = walk_source(checkpoint, batch, trust_remote_code)
+    checkpoint, sites, driven = walk_source(checkpoint, rules, batch, trust_remote_code)
     plan = make_plan(sites, rules)
     _tell(plan, notes.tell, made_by_processor=driven if batch is None else None)
     _check_rewrites(checkpoint, plan)

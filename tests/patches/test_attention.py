@@ -73,6 +73,17 @@ def test_softmaxes_of_the_attention_that_the_recipe_sets_are_recomputed() -> Non
     assert set_to(by_recipe) == "sdpa"
 
 
+def test_a_folder_is_walked_with_the_attention_that_the_recipe_sets(tmp_path: Path) -> None:
+    tiny_model("bert").save_pretrained(tmp_path / "stock")
+    overrides = ("attention.implementation=eager",)
+    in_memory = tiny_model("bert")
+    memopt.patch(in_memory, recipe("eager"))
+    assert "2 softmaxes: 2 recompute" in str(memopt.summary(in_memory))
+    planned = memopt.plan_for(tmp_path / "stock", load_recipe("exact", overrides))
+    written = patch_checkpoint(tmp_path / "stock", tmp_path / "out", overrides=overrides).plan
+    assert len(planned.sites.softmaxes) == len(written.sites.softmaxes) == 2
+
+
 def test_every_part_gets_its_own_setting_back() -> None:
     part = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = CLIPModel(

@@ -12,6 +12,7 @@ from memopt.checkpoint.patched import PatchedFolder, digest_of_affines, digest_o
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
 from memopt.errors import ModelError
 from memopt.plan.plan import make_plan
+from memopt.plan.recipe import Recipe
 from memopt.walk.calls.batch import Batch
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config
@@ -41,7 +42,7 @@ def folds_of(
     if record.manifest is not None:
         folds = tuple(each.fold for each in record.manifest.folds)
     else:
-        original, sites, _ = walk_source(original, None, trust_remote_code)
+        original, sites, _ = walk_source(original, record.recipe, None, trust_remote_code)
         plan = make_plan(sites, record.recipe)
         planned = FoldPlan.from_plan(plan, original.tensors, original.weights.aliases, original.renamed)
         folds = tuple(fold for fold in planned.folds if fold.norm in record.folded_norms())
@@ -71,10 +72,12 @@ def named(source: CheckpointSource, trust_remote_code: bool) -> CheckpointSource
 
 
 def walk_source(
-    source: CheckpointSource, batch: Batch | None, trust_remote_code: bool
+    source: CheckpointSource, rules: Recipe, batch: Batch | None, trust_remote_code: bool
 ) -> tuple[CheckpointSource, Sites, Batch | None]:
     """`source` with the names of its parameters, sites, and the batch that the walk ran with: the user's, the
     processor's, or None for guessed inputs."""
     config = load_config(source.root, trust_remote_code=trust_remote_code)
-    sites, driven = walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
+    sites, driven = walk_folder(
+        config, source.root, inputs=batch, attention=rules.runs_attention, trust_remote_code=trust_remote_code
+    )
     return with_renamed(source, build_meta(config)), sites, driven

@@ -58,8 +58,8 @@ class Rules(Strict):
 
     key: ClassVar[str]
     """The recipe key that holds these rules."""
-    needs: ClassVar[tuple[tuple[str, str, object], ...]] = ()
-    """Triples of a field, another field, and the only value of that with which the first has an effect."""
+    needs: ClassVar[tuple[tuple[str, str, tuple[object, ...]], ...]] = ()
+    """Triples of a field, another field, and the values of that with which the first has an effect."""
 
     @property
     def is_off(self) -> bool:
@@ -74,8 +74,8 @@ class Rules(Strict):
     def without_effect(self) -> Iterator[str]:
         """A sentence for each field that was given and has no effect, because of the value of another field."""
         idle = dict.fromkeys(self.without_method(), "method")
-        for name, other, value in () if self.is_off else self.needs:
-            if getattr(self, name) != type(self).model_fields[name].default and getattr(self, other) != value:
+        for name, other, values in () if self.is_off else self.needs:
+            if getattr(self, name) != type(self).model_fields[name].default and getattr(self, other) not in values:
                 idle[name] = other
         for name, other in idle.items():
             yield f"{self.key}.{name} has no effect, because {self.key}.{other} is {getattr(self, other)}."

@@ -196,7 +196,11 @@ def _explain(error: ValidationError, source: str) -> str:
         return f"Recipe '{source}': unknown key '{where}'. {hint}"
     if allowed := _allowed([first, *(each for each in others if _field(each["loc"]) == place)]):
         return f"Recipe '{source}': '{where}' cannot be '{first['input']}'. Expected {allowed}."
-    return f"Recipe '{source}': '{where}': {first['msg']}."
+    if first["type"] == "value_error":
+        return f"Recipe '{source}': '{where}': {first['ctx']['error']}."
+    group = f"a group of keys, e.g. {where}.{_known_keys(place)[0]}" if first["type"] == "model_type" else ""
+    should = group or first["msg"].removeprefix("Input should be ")
+    return f"Recipe '{source}': '{where}' cannot be '{first['input']}'. It should be {should}."
 
 
 def _field(location: tuple[int | str, ...]) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ from memopt.trace.quantised import other_method, quantisation_of
 from memopt.trace.training import Request, Step, check_peft
 from memopt.walk.calls.batch import Batch, check_names, given_batch, in_words, placed, rows_of, tokens_of
 from memopt.walk.deep import find_deep_sites
-from memopt.walk.models.attention import switch_walked
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config, model_class, named_classes
 from memopt.walk.observe import find_sites, walk_config
@@ -79,14 +78,13 @@ class Subject:
             training = replace(training, seq=None)
         else:
             training = replace(training, seq=seq or default_seq(config))
+        attention = training.attention or self.rules.runs_attention
         if self.record is not None or not self.rules.folds:
             # The folded norms are known, so no fold has to be proved.
-            model = build_meta(config)
-            switch_walked(model, training.attention or self.rules.runs_attention)
-            sites = _sites_alone(model, batch)
+            sites = _sites_alone(build_meta(config), batch, attention)
             folded = self.record.folded_norms() if self.record is not None else frozenset()
         else:
-            sites = walk_config(config, inputs=batch, trust_remote_code=self.request.trust_remote_code)
+            sites = walk_config(config, inputs=batch, attention=attention)
             folded = frozenset(norm.name for norm in make_plan(sites, self.rules).folds())
         return Step(config, training, sites, self.rules, folded, batch, tuple(notes))
 
@@ -145,11 +143,11 @@ def reads_tokens(config: PreTrainedConfig) -> bool:
     return not {"input_ids", "decoder_input_ids"}.isdisjoint(inspect.signature(model_class(config).forward).parameters)
 
 
-def _sites_alone(model: PreTrainedModel, batch: Batch | None) -> Sites:
+def _sites_alone(model: PreTrainedModel, batch: Batch | None, attention: str | None) -> Sites:
     """Sites of `model` without proofs; found with guessed inputs if there is no batch that runs without values."""
     if batch is not None:
         check_names(model, batch)
-        sites = find_sites(model, placed(batch, None, model.dtype))
+        sites = find_sites(model, placed(batch, None, model.dtype), attention=attention)
         if sites.ran:
             return sites
-    return find_deep_sites(model)
+    return find_deep_sites(model, attention=attention)

@@ -19,7 +19,7 @@ class _UnlikeError(Exception):
     """Blocks that look alike have different sites, or a site names a block more than one group away."""
 
 
-def find_deep_sites(model: nn.Module) -> Sites:
+def find_deep_sites(model: nn.Module, *, attention: str | None = None) -> Sites:
     """The sites that `find_sites` would find in `model`, from a walk over a few blocks if all others are alike."""
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -29,7 +29,7 @@ def find_deep_sites(model: nn.Module) -> Sites:
     runs = take_out(model, [f"{name}.{child}" for name, children in all_of.items() for child in children])
     try:
         if runs:
-            sites = find_sites(model)
+            sites = find_sites(model, attention=attention)
             if sites.ran and not (sites.notes or sites.unseen):  # notes count modules, so they need the whole walk
                 for run in runs:
                     sites = _Deepening(run).all_of(sites)
@@ -40,7 +40,7 @@ def find_deep_sites(model: nn.Module) -> Sites:
         for name, children in all_of.items():
             lists[name]._modules.clear()
             lists[name]._modules.update(children)
-    return find_sites(model)
+    return find_sites(model, attention=attention)
 
 
 class _Deepening:

@@ -45,12 +45,17 @@ NOT_IN_MEMORY = "a model in memory keeps its weights: folding is done when a che
 
 
 def walk_config(
-    config: PreTrainedConfig | str | Path, *, inputs: Batch | None = None, trust_remote_code: bool = False
+    config: PreTrainedConfig | str | Path,
+    *,
+    inputs: Batch | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Sites:
     """Sites, with proved folds, of the model that `config` (or the folder or hub id that holds it) describes.
 
     A norm may be folded if every forward of the real model on meta allows it and the same fold is proved on the twin.
-    `inputs`, a batch on the CPU, replaces guessed inputs for the real model; twins run with both.
+    `inputs`, a batch on the CPU, replaces guessed inputs for the real model, which runs `attention`; twins run with
+    both inputs.
 
     Raises:
         ModelError: the config cannot be read, or no model can be built from it.
@@ -61,14 +66,19 @@ def walk_config(
     model = build_meta(config)
     with _one_thread(), plain_functions(model):
         if inputs is None:
-            return with_proofs(find_sites(model), config)
+            return with_proofs(find_sites(model, attention=attention), config)
         check_names(model, inputs)
-        sites = find_sites(model, placed(inputs, "cpu", model.dtype))
+        sites = find_sites(model, placed(inputs, "cpu", model.dtype), attention=attention)
         return with_proofs(sites if sites.ran else _guessed(model, sites, config, inputs), config, inputs)
 
 
 def walk_folder(
-    config: PreTrainedConfig, folder: Path, *, inputs: Batch | None = None, trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    folder: Path,
+    *,
+    inputs: Batch | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Sites, Batch | None]:
     """`walk_config`, and its batch: `inputs`, a batch made by the folder's processor, or None for guessed inputs.
 
@@ -76,12 +86,12 @@ def walk_folder(
         ModelError: no model can be built from the config.
         InputsError: the model does not take `inputs`, or does not run with them.
     """
-    sites = walk_config(config, inputs=inputs, trust_remote_code=trust_remote_code)
+    sites = walk_config(config, inputs=inputs, attention=attention)
     if sites.ran or inputs is not None or not has_processor(folder):
         return sites, inputs
     for batch in processed_batches(build_meta(config), folder, trust_remote_code=trust_remote_code):
         try:
-            return walk_config(config, inputs=batch, trust_remote_code=trust_remote_code), batch
+            return walk_config(config, inputs=batch, attention=attention), batch
         except InputsError:
             continue
     return sites, None
@@ -116,7 +126,6 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}).",
             "Patch the model before other tools shard, script or compile it.",
         ) from error
-    switch_walked(clone, attention)
     for module in clone.modules():
         # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
         for hooks in module_hooks(module):
@@ -134,7 +143,7 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
         if _wraps_a_parameter(module):
             vars(module)["_disable_adapters"] = True
     with _one_thread():
-        sites = find_sites(clone, inputs)
+        sites = find_sites(clone, inputs, attention=attention)
     norms = (replace(n, fold_obstacles=(*n.fold_obstacles, NOT_IN_MEMORY)) for n in sites.norms)
     return replace(sites, norms=tuple(norms))
 
@@ -150,8 +159,10 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:
-    """Sites of one model, found by structure alone: producers, consumers, and which folds are legal; none is proved."""
+def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, attention: str | None = None) -> Sites:
+    """Sites of one model, found by structure alone: producers, consumers, and which folds are legal; none is proved.
+    `model` is switched to `attention`."""
+    switch_walked(model, attention)
     # The model's code may warn of inputs that no user passed.
     with plain_functions(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -52,6 +52,18 @@ def test_a_plan_counts_autocast_optimizer_and_micro_batches_of_a_run() -> None:
     assert (found.plan.batch, found.plan.accumulation) == (1, 3)
 
 
+def test_a_plan_counts_the_attention_that_the_model_or_the_recipe_runs() -> None:
+    eager, changed = tiny_model("llama"), tiny_model("llama")
+    eager.set_attn_implementation("eager")
+    plain, set_ = (load_recipe("exact-unfolded", each) for each in ([], ["attention.implementation=eager"]))
+    found = [
+        training.plan_model(model, "24GiB", recipe, batch=512, seq=64)
+        for model, recipe in ((eager, plain), (changed, set_), (tiny_model("llama"), plain))
+    ]
+    assert "attention by eager" in found[0].training
+    assert found[0].plan.total == found[1].plan.total != found[2].plan.total
+
+
 def test_a_budget_that_nothing_fits_leaves_the_model_as_it_was() -> None:
     model = tiny_model("llama")
     with pytest.raises(NegativeVerdict, match=r"No exact plan of LlamaForCausalLM fits in 100 MiB"):

@@ -153,7 +153,7 @@ def _of_patched(
 
 
 def _of_stock(source: CheckpointSource, rules: Recipe, trust_remote_code: bool) -> _Forms:
-    source, sites, _ = walk_source(source, None, trust_remote_code)
+    source, sites, _ = walk_source(source, rules, None, trust_remote_code)
     folds = FoldPlan.from_plan(make_plan(sites, rules), source.tensors, source.weights.aliases, source.renamed).folds
     if any(source.tensors[name].dtype == "F16" for fold in folds for name in fold.touched):
         raise ModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from memopt.patches.base import EXCLUDED, LEFT, OFF, Effect, InScopes, Live, Patch, PlanView, RecipeView, Rows, Rules
 from memopt.patches.capabilities import Checks, Output, Saves, Trial
@@ -26,6 +26,7 @@ class ActivationRules(Rules):
     """How activations are rewritten."""
 
     key = "activations"
+    needs = (("where", "code", get_args(CodeScheme)[1:]),)
 
     method: Literal["recompute", "none"] = "recompute"
     """Whether backward recomputes the outputs of activations instead of reading saved ones."""

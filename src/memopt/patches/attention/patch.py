@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from memopt.patches.base import LEFT, Live, Patch, PlanView, RecipeView, Rows, Rules
@@ -25,9 +25,18 @@ class AttentionRules(Rules):
     def is_off(self) -> bool:
         return self.implementation == LEFT
 
+    def without_effect(self) -> Iterator[str]:
+        if packages := missing(self.implementation):
+            why = _needs(self.implementation, packages)
+            yield f"{self.key}.implementation has no effect on this machine, because {why}."
+
     @property
     def runs_attention(self) -> str | None:
         return None if self.is_off else self.implementation
+
+
+def _needs(implementation: str, packages: Iterable[str]) -> str:
+    return f"{implementation} needs the package {' or '.join(packages)}, which is not installed"
 
 
 class AttentionPatch(Patch, EngineSettings):
@@ -52,7 +61,7 @@ class AttentionPatch(Patch, EngineSettings):
             return None
         wanted = rules.implementation
         if packages := missing(wanted):
-            return LEFT, f"{wanted} needs the package {' or '.join(packages)}, which is not installed"
+            return LEFT, _needs(wanted, packages)
         return SET, f"{wanted}, where the model supports it"
 
     def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:

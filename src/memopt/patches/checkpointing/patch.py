@@ -36,7 +36,7 @@ class CheckpointingRules(Rules):
     """The blocks that are checkpointed, and how."""
 
     key = "checkpointing"
-    needs = (("n", "method", "every-n"), ("count", "method", "count"))
+    needs = (("n", "method", ("every-n",)), ("count", "method", ("count",)))
 
     method: Literal["none", "full", "every-n", "count"] = "none"
     """``full``: every block; ``every-n``: the first of each `n`; ``count``: the first `count`. The first blocks run

@@ -22,7 +22,7 @@ class LossRules(Rules):
     """How the loss over the vocabulary is computed."""
 
     key = "loss"
-    needs = (("room", "method", "chunked"),)
+    needs = (("room", "method", ("chunked",)),)
 
     method: Literal["none", "chunked", "lean"] = "none"
     """``chunked``: a part of the logits at a time. ``lean``: all logits in their own dtype, without an fp32 copy."""

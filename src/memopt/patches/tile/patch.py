@@ -20,7 +20,7 @@ class TileRules(Rules):
     """Whether modules that map each token on its own run by tiles of tokens."""
 
     key = "tiles"
-    needs = (("room", "tokens", 0),)
+    needs = (("room", "tokens", (0,)),)
 
     method: Literal["none", "tokens"] = "none"
     """``tokens``: by tiles if the module's block is checkpointed, by this recipe or by the model's own switch."""

@@ -6,7 +6,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from memopt.trace.subject import default_seq, reads_tokens, step_of
 from memopt.trace.trace import parameters_of
 from memopt.trace.tracer import Tracer, trace_ahead
 from memopt.trace.training import ALL_LINEAR, Adapters, Precision, Request, Step, Training
+from memopt.walk.models.attention import Implementation
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import is_own_code, trust_code
 from memopt.walk.observe import find_sites
@@ -156,7 +157,9 @@ def plan_model(
     weights = Counter[torch.dtype]()
     for each in parameters:
         weights[each.dtype] += each.nbytes
-    sites = find_sites(build_meta(config))
+    runs, stock = config._attn_implementation, build_meta(config)
+    attention = runs if runs in get_args(Implementation) and runs != stock.config._attn_implementation else None
+    sites = find_sites(stock, attention=recipe.runs_attention or attention)
     adapters = _adapters(model, base, sites)
     plain: Any = None if adapters is None else next(iter(adapters.configs.values()))
     adapted = [name for name, module in base.named_modules() if getattr(module, "lora_A", None)]
@@ -180,6 +183,7 @@ def plan_model(
         lora_rank=getattr(plain, "r", 8),
         lora_targets=_short(adapted, sites) or (ALL_LINEAR,),
         lora_dropout=getattr(plain, "lora_dropout", 0.0),
+        attention=attention,
         checkpointing="full" if checkpoints else "none",
         adapter_fp32=precision in ("bf16", "fp16")
         and any(each.trained and each.dtype == torch.float32 for each in parameters),
