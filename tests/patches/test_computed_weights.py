@@ -1,4 +1,5 @@
-"""Weights that a parametrisation computes anew at each read: patched modules read them as often as stock ones."""
+"""Weights that each forward computes (parametrisations, quantisation-aware training): read as often as in stock, and as
+much is saved as with plain weights."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from transformers import DebertaV2Config, DebertaV2Model
 
 import memopt
+from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 
 
@@ -79,3 +82,107 @@ def test_a_parametrised_down_projection_trains_as_in_stock(kind: str, when: str)
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
     for a, b in zip(stock.parameters(), patched.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
+
+
+class Standardised(nn.Linear):
+    """A linear whose own forward computes its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = F.layer_norm(self.weight, self.weight.shape[1:])
+        return F.linear(x, weight, self.bias)
+
+
+class Quantised(nn.Linear):
+    """A linear that is trained for weights of few bits: rounded in groups, with the gradient of what was rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self.weight.unflatten(-1, (-1, 4))
+        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 7
+        rounded = (groups / scale).round().clamp(-8, 7) * scale
+        return F.linear(x, (groups + (rounded - groups).detach()).flatten(-2), self.bias)
+
+
+def with_computed_weights(kind: str, name: str = "llama") -> nn.Module:
+    """A model in train mode and fp64 whose linears in the blocks compute their weights."""
+    model = tiny_model(name, torch.float64, intermediate_size=128).train()
+    for at, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or "layer" not in at:
+            continue
+        torch.manual_seed(len(at))  # of the spectral norm's vectors
+        if kind == "weight norm":
+            weight_norm(module)
+        elif kind == "spectral norm":
+            spectral_norm(module)
+        elif kind == "noise":
+            parametrize.register_parametrization(module, "weight", Drop())
+        elif kind != "plain":
+            module.__class__ = {"standardised": Standardised, "quantised": Quantised}[kind]
+    return model
+
+
+def kept(model: nn.Module, name: str) -> int:
+    def run() -> Tensor:
+        torch.manual_seed(3)
+        loss: Tensor = model(**tiny_inputs(name, 2, 8)).loss
+        return loss
+
+    run().backward()  # the first step exchanges linears
+    return account(model, run).total
+
+
+KINDS = ["weight norm", "spectral norm", "noise", "standardised", "quantised"]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_much_is_saved_as_in_a_model_with_plain_weights(kind: str, name: str) -> None:
+    saved = {}
+    for each in ("plain", kind):
+        model = with_computed_weights(each, name)
+        before = kept(model, name)
+        memopt.patch(model)
+        saved[each] = before - kept(model, name)
+    assert saved[kind] == saved["plain"] > 0
+
+
+#: Model -> the relative error of gradients in fp64: Llama's norms compute in fp32, some of them twice.
+ERROR = {"llama": 16 * torch.finfo(torch.float32).eps, "bert": 1e-10}
+
+
+@pytest.mark.parametrize("name", ERROR)
+@pytest.mark.parametrize("recipe", ["exact-unfolded", "exact-levels", "long-context"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_of_computed_weights_trains_as_in_stock(kind: str, recipe: str, name: str) -> None:
+    stock, patched = with_computed_weights(kind, name), with_computed_weights(kind, name)
+    memopt.patch(patched, recipe)
+    for _ in range(2):
+        for one, other in zip(step(stock, name), step(patched, name), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-6, atol=0)
+    largest = max(float(each.grad.norm()) for each in stock.parameters())
+    for a, b in zip(stock.parameters(), patched.parameters(), strict=True):
+        assert (b.grad - a.grad).norm() <= ERROR[name] * largest
+
+
+def test_a_head_of_a_computed_weight_has_whole_logits_and_no_such_linear_is_sampled() -> None:
+    model = tiny_model("llama").train()
+    weight_norm(model.lm_head)
+    plan = memopt.plan_for(model)
+    (head,) = [site for site in plan.sites.linears if site.module == "lm_head"]
+    assert head.computed
+    assert not any(each.computed for each in plan.sites.linears if each is not head)
+    assert plan.sites.loss_heads == ()
+    sampled = memopt.plan_for(with_computed_weights("standardised"), "wta-crs")
+    assert not sampled.chosen("linear", "sample")
+    assert {
+        entry.reason for entry in sampled.refusals if entry.kind == "linear" and "self_attn.o_proj" in entry.site
+    } == {"its weight is computed anew in each forward"}
+
+
+def test_attention_to_what_parameters_give_is_no_linear() -> None:
+    config = DebertaV2Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        relative_attention=True, pos_att_type=["c2p", "p2c"],
+    )  # fmt: skip
+    sites = memopt.plan_for(DebertaV2Model(config)).sites
+    assert sites.linears
+    assert not any(site.computed for site in sites.linears)

@@ -16,7 +16,7 @@ from tests.trace.builders import named_config
 def test_a_walk_over_a_few_blocks_finds_the_sites_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = named_config(name, num_hidden_layers=7)
     walked: list[nn.Module] = []
-    monkeypatch.setattr(deep, "find_sites", lambda model: (walked.append(model), find_sites(model))[1])
+    monkeypatch.setattr(deep, "find_sites", lambda model, **_: (walked.append(model), find_sites(model))[1])
     model = build_meta(config)
     names = [name for name, _ in model.named_modules()]
     assert find_deep_sites(model) == find_sites(build_meta(config))

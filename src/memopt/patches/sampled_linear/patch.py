@@ -140,6 +140,8 @@ def _not_sampled(site: LinearSite, plan: PlanView, rewritten: Mapping[str, Entry
     targeted = rules.targets == "auto" or any_matches(site.module, rules.targets)
     if not (targeted and plan.recipe.selects(site.module)):
         return EXCLUDED
+    if site.computed:
+        return "its weight is computed anew in each forward"
     if len(site.shape) != 2:
         return "its weight is not one matrix: the rows of its input are not tokens"
     if not any(is_inside(site.module, block) for block in sites.blocks):

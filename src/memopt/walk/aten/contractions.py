@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memopt.walk.aten.parameters import SINGLE, Along, ParameterView
+from memopt.walk.aten.parameters import SINGLE, Along, ParameterTable, ParameterView
 from memopt.walk.aten.rules import ZERO, OpCall, Shadow, compact
 
 
@@ -48,6 +48,9 @@ _MATMULS: dict[str, tuple[int, int, int | None, int, int]] = {
     "dot": (0, 1, None, -1, 0),
 }
 
+#: Ops that multiply activations by a weight, and not each of several matrices by its own, as attention does.
+_OF_WEIGHTS = frozenset({"convolution", "mm", "addmm", "_addmm_activation", "linear"})
+
 
 def recognise(call: OpCall) -> Contraction | None:
     """`call` as a contraction; None if it is something else."""
@@ -63,6 +66,19 @@ def recognise(call: OpCall) -> Contraction | None:
     return Contraction(
         call.args[a], call.args[b], over_a, over_b, None if bias is None else call.argument(bias, "bias")
     )
+
+
+def computed_weight(
+    call: OpCall, found: Contraction, table: ParameterTable
+) -> tuple[nn.Parameter, Tensor, Tensor] | None:
+    """(parameter, weight, source) of a product with one matrix or filter that the forward computes from parameters, as
+    weight norms and quantisation-aware training do; None for other products."""
+    if call.name in _OF_WEIGHTS:
+        for weight, source in ((found.b, found.a), (found.a, found.b)):
+            parameter = table.computed_from(weight)
+            if parameter is not None and not table.is_constant(source):
+                return parameter, weight, source
+    return None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.torch_compat import storage_id
+from memopt.walk.aten.rules import OpCall
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class ParameterTable:
             if other is not parameter:
                 self.overlapping |= {id(other), id(parameter)}
         self._copies: dict[int, tuple[Tensor, ParameterView]] = {}
+        self._computed: dict[int, tuple[Tensor, nn.Parameter | None]] = {}
+        """Tensors computed from parameters and constants alone, each with the largest of the parameters."""
 
     def name(self, parameter: nn.Parameter, module: str = "") -> str:
         """Name of `parameter`; of a tied one, the name inside `module`."""
@@ -91,6 +94,30 @@ class ParameterTable:
 
     def forget_copies(self) -> None:
         self._copies.clear()
+        self._computed.clear()
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a parameter, or was computed in this forward from parameters and constants alone."""
+        return id(tensor) in self._computed or self.view(tensor) is not None
+
+    def computed_from(self, tensor: Tensor) -> nn.Parameter | None:
+        """The largest parameter from which this forward computed `tensor`, if no activation had a part in it."""
+        return self._computed[id(tensor)][1] if id(tensor) in self._computed else None
+
+    def compute(self, call: OpCall) -> None:
+        """Follow an op whose tensors are parameters, constants, and what was computed from them."""
+        found: list[nn.Parameter] = []
+        for tensor in call.tensors:
+            view = self.view(tensor)
+            parameter = self.computed_from(tensor) if view is None else view.parameter
+            if parameter is not None:
+                found.append(parameter)
+            elif tensor.numel() > 1 and id(tensor) not in self._computed:
+                for out in call.outputs:  # written in place
+                    self._computed.pop(id(out), None)
+                return
+        largest = max(found, key=lambda each: each.numel(), default=None)
+        self._computed |= {id(out): (out, largest) for out in call.outputs if self.view(out) is None}
 
     def follow(self, name: str, args: tuple[Any, ...], source: Tensor, outputs: list[Tensor]) -> bool:
         """Follow an op that views or copies `source`, which has a `view`, into its outputs; False for any other op."""

@@ -23,7 +23,7 @@ from memopt.environment.generators import seed_cpu
 from memopt.recompute.chains import FOLLOWED, ChainCall, Chains, in_order
 from memopt.saved.observer import ObservedTensor, Save, SavedTensorObserver
 from memopt.torch_compat import TorchDispatchMode, operator_name, tree_leaves
-from memopt.walk.aten.contractions import recognise
+from memopt.walk.aten.contractions import computed_weight, recognise
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
 from memopt.walk.calls.inputs import Call, run_once
@@ -288,12 +288,15 @@ class _Contractions(TorchDispatchMode):
         out = func(*args, **kwargs)
         table, call = self.watch.table, OpCall(func, operator_name(func), args, kwargs, out)
         contraction = recognise(call)
+        table.compute(call)
         if contraction is not None:
             a, b = table.view(contraction.a), table.view(contraction.b)
             if b is not None and a is None:
                 self.watch.read(b.parameter, contraction.a, out)
             elif a is not None and b is None:
                 self.watch.read(a.parameter, contraction.b, out)
+            elif (computed := computed_weight(call, contraction, table)) is not None:
+                self.watch.read(computed[0], computed[2], out)
         elif (source := next((t for t in call.tensors if table.view(t) is not None), None)) is not None:
             table.follow(call.name, args, source, call.outputs)
         return out

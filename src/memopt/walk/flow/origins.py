@@ -98,9 +98,11 @@ class Labels:
             probe = self.activations_by_module[name]
             self._activated(name, _site(name, probe), source, output)
 
-    def contraction(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
-        """Record that `source` was contracted with the parameter `weight`."""
-        self._linears.setdefault(weight, LinearSite(weight, module, shape, source.shape[-1]))
+    def contraction(
+        self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str, *, computed: bool = False
+    ) -> None:
+        """Record that `source` was contracted with the parameter `weight`, or with a tensor `computed` from it."""
+        self._linears.setdefault(weight, LinearSite(weight, module, shape, source.shape[-1], computed=computed))
         if self.training:
             return
         origin = self._origin(source)
@@ -151,6 +153,8 @@ class Labels:
         """Record the linear that computed `logits`, if any, as a head; the last `read` operations are the loss's."""
         if (found := self._logits(logits)) is not None:
             weight, operations = found
+            if self._linears[weight].computed:
+                return
             head = (dimensions, of_the_model, logits.shape[-1], operations[: len(operations) - read])
             self._heads[weight] = max(head, self._heads.get(weight, head))
 

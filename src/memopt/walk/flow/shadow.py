@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.torch_compat import TorchDispatchMode, no_dispatch, operator_name
-from memopt.walk.aten.contractions import Contraction, read, recognise
+from memopt.walk.aten.contractions import Contraction, computed_weight, read, recognise
 from memopt.walk.aten.ops import MOVEMENT, NO_USE
 from memopt.walk.aten.parameters import ParameterTable, ParameterView, storage_key
 from memopt.walk.aten.precision import widen
@@ -189,6 +189,7 @@ class ShadowMode(TorchDispatchMode):
         return self._stack[-1] if self._stack else ""
 
     def _observe(self, call: OpCall) -> None:
+        self.parameters.compute(call)
         if self._adds_pending_bias(call):
             if self.labels is not None:
                 self.labels.operation(call, self.here, self.parameters)
@@ -229,6 +230,10 @@ class ShadowMode(TorchDispatchMode):
             if stray is not None:
                 self._escape(stray, what, call.name, self.here)
         if b is None or a is not None:
+            if self.labels is not None and (computed := computed_weight(call, contraction, self.parameters)):
+                parameter, weight, source = computed
+                name, shape = self.parameters.name(parameter, self.here), tuple(weight.shape)
+                self.labels.contraction(name, shape, source, call.out, self.here, computed=True)
             if shadow is not None:
                 self._escape(shadow, product, call.name, self.here)
             for view in (a, b):
