@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,18 @@ def reading_values(x: Tensor) -> Tensor:
     return x.exp().sin().exp() * (2 if x.sum().item() > 0 else 3)
 
 
-PURE = ("scan", "of_several", "with_product")
+class Rounding(Enum):
+    DOWN = "down"
+    UP = "up"
+
+
+def by_name(x: Tensor, rounding: Rounding) -> Tensor:
+    """The member of the enumeration decides what runs."""
+    inside = x.exp().sin()
+    return inside.exp().tanh() if rounding is Rounding.UP else inside.exp().sin().tanh()
+
+
+PURE = ("scan", "of_several", "with_product", "by_name")
 IMPURE = ("drawing", "writing", "passing_on", "of_a_module", "reading_values")
 
 
@@ -102,6 +114,9 @@ class Caller(nn.Module):
             return self._last(other)
         if self.function == "with_product":
             return self._last(with_product(hidden, torch.outer(self.decay, self.decay)))
+        if self.function == "by_name":
+            up, down = (by_name(hidden, each) for each in (Rounding.UP, Rounding.DOWN))
+            return self._last(up * self.decay + down)
         more: dict[str, Any] = {"writing": {"state": torch.zeros_like(x)}, "of_a_module": {"module": self}}
         return self._last(globals()[self.function](hidden, **more.get(self.function, {})) * self.decay)
 

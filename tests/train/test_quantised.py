@@ -212,3 +212,35 @@ def test_a_patched_folder_is_quantised_as_it_is_loaded(folder: Path, tmp_path: P
     assert frozen
     assert all("layernorm" in name for name in frozen)
     assert_same(found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize("activations", [False, True])
+def test_quantisation_aware_training_saves_as_much_as_training_and_one_copy_of_each_weight_more(
+    activations: bool,
+) -> None:
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    of_inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if activations else None
+    of_weights = IntxFakeQuantizeConfig(torch.int4, group_size=16)
+    plain = tiny_model("llama", **_WIDTH).train()
+    stock = copy.deepcopy(plain)
+    quantize_(stock, QATConfig(activation_config=of_inputs, weight_config=of_weights, step="prepare"))
+    patched = memopt.patch(copy.deepcopy(stock))
+    one, other = (_step(model) for model in (stock, patched))
+    assert error(other, one) <= _ROUNDINGS
+    weights = sum(each.weight.nbytes for each in patched.modules() if isinstance(each, nn.Linear))
+    saved = _saved(stock) - _saved(patched)
+    if activations:  # the quantised inputs are no recomputed ones
+        assert saved >= weights
+    else:
+        assert saved >= weights + _saved(plain) - _saved(memopt.patch(plain))
+
+
+def _step(model: nn.Module) -> dict[str, torch.Tensor]:
+    model(**tiny_inputs("llama", 2, 48)).loss.backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def _saved(model: nn.Module) -> int:
+    return account(model, lambda: model(**tiny_inputs("llama", 2, 48)).loss).total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from memopt.torch_compat import (
     without_foreign_hooks,
 )
 
-_COMPARED = (bool, float, str, type(None), torch.dtype, torch.device, torch.layout)
+_COMPARED = (bool, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout)
 _PLAIN = (*_COMPARED, int)
 
 
