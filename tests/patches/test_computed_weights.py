@@ -4,6 +4,7 @@ much is saved as with plain weights."""
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,29 @@ class Quantised(nn.Linear):
         return F.linear(x, (groups + (rounded - groups).detach()).flatten(-2), self.bias)
 
 
+class Hidden(torch.autograd.Function):
+    """A product as float8 training computes it: of casts, one row at a time, with the inputs saved as they were."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x.float().unsqueeze(-2) * weight.float()).sum(-1).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class HiddenProduct(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = Hidden.apply(x, self.weight)
+        return product if self.bias is None else product + self.bias
+
+
+CLASSES = {"standardised": Standardised, "quantised": Quantised, "hidden product": HiddenProduct}
+
+
 def with_computed_weights(kind: str, name: str = "llama") -> nn.Module:
     """A model in train mode and fp64 whose linears in the blocks compute their weights."""
     model = tiny_model(name, torch.float64, intermediate_size=128).train()
@@ -116,7 +140,7 @@ def with_computed_weights(kind: str, name: str = "llama") -> nn.Module:
         elif kind == "noise":
             parametrize.register_parametrization(module, "weight", Drop())
         elif kind != "plain":
-            module.__class__ = {"standardised": Standardised, "quantised": Quantised}[kind]
+            module.__class__ = CLASSES[kind]
     return model
 
 
@@ -130,7 +154,7 @@ def kept(model: nn.Module, name: str) -> int:
     return account(model, run).total
 
 
-KINDS = ["weight norm", "spectral norm", "noise", "standardised", "quantised"]
+KINDS = ["weight norm", "spectral norm", "noise", *CLASSES]
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

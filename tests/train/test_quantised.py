@@ -237,6 +237,20 @@ def test_quantisation_aware_training_saves_as_much_as_training_and_one_copy_of_e
         assert saved >= weights + _saved(plain) - _saved(memopt.patch(plain))
 
 
+def test_training_in_float8_saves_as_much_as_training_in_16_bits() -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    plain = tiny_model("llama", **_WIDTH).train()
+    stock = copy.deepcopy(plain)
+    convert_to_float8_training(
+        stock, config=Float8LinearConfig(emulate=True), module_filter_fn=lambda module, name: "layers" in name
+    )
+    patched = memopt.patch(copy.deepcopy(stock))
+    one, other = (_step(model) for model in (stock, patched))
+    assert error(other, one) <= _ROUNDINGS
+    assert _saved(stock) - _saved(patched) == _saved(plain) - _saved(memopt.patch(plain))
+
+
 def _step(model: nn.Module) -> dict[str, torch.Tensor]:
     model(**tiny_inputs("llama", 2, 48)).loss.backward()
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}

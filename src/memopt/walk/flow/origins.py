@@ -72,6 +72,8 @@ class Labels:
         self._activations: dict[str, _Activation] = {}
         self._gated: dict[str, _Gated] = {}
         self._linears: dict[str, LinearSite] = {}
+        self._hidden: set[str] = set()
+        """Weights whose product no operation showed."""
         self._readers: dict[int, dict[str, None]] = {}
         self._shared: dict[str, dict[str, None]] = {}
         self._alive: list[Tensor] = []
@@ -117,6 +119,13 @@ class Labels:
                 self._shared.setdefault(reader, {}).update(readers)
         if isinstance(output, Tensor):
             self._set(output, _Origin("linear", weight, (id(output),)))
+
+    def linear(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
+        """Record that `module`, a linear, ran, if its code hides the product (float8 training multiplies casts)."""
+        if weight not in self._linears:
+            self._hidden.add(weight)
+        if weight in self._hidden and isinstance(output, Tensor):
+            self.contraction(weight, shape, source, output, module)
 
     def bias(self, weight: str, bias: str) -> None:
         self._linears[weight] = replace(self._linears[weight], bias=bias)

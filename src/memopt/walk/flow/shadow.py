@@ -117,6 +117,9 @@ class ShadowMode(TorchDispatchMode):
             return
         while self._stack and self._stack.pop() != name:
             pass
+        weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+        if self.labels is not None and weight is not None and args and isinstance(args[0], Tensor):
+            self.labels.linear(self.parameters.name(weight, name), tuple(weight.shape), args[0], output, name)
         # The output of an inner model may be used alone, so a fold that changes it is a caution.
         if name != self._call.part and isinstance(output, Mapping) and "last_hidden_state" in output:
             with self.unobserved():
