@@ -95,9 +95,8 @@ def rows() -> list[Row]:
     Architectures and dtypes take turns where there is one for each.
     """
     found = []
-    dtypes = tuple(DTYPES)
     for number, fault in enumerate(FAULTS):
-        names = fault.architectures
+        names, dtypes = fault.architectures, fault.dtypes
         if fault.kind in _NO_WEIGHTS:
             pairs = [(None, name, dtypes[(number + turn) % len(dtypes)]) for turn, name in enumerate(names)]
         else:

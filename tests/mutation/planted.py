@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memopt.patches.checks import Level, Status
-from tests.mutation.models import PLANTED_IN
+from tests.mutation.models import DTYPES, PLANTED_IN
 
 #: Sizes of faults that have one; the smallest only where weights are in fp32.
 SIZES = (0.1, 0.01, 0.001)
@@ -44,6 +44,8 @@ class Fault:
     """One check that names the place has one of these."""
     may_refuse: bool = False
     """Verify may also end with an error that names the place."""
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    """Dtypes of folders in which the fault acts."""
 
 
 FAULTS: list[Fault] = []
@@ -69,12 +71,14 @@ def in_modules(
     sized: bool | tuple[float, ...] = False,
     levels: tuple[Level, ...] = ("gradient", "memory", "forward"),
     recipe: str = "exact",
+    dtypes: tuple[str, ...] = tuple(DTYPES),
 ) -> Callable[[Plant], Plant]:
     """Enter a context manager plant(site[, size])."""
 
     def enter(plant: Plant) -> Plant:
         sizes = SIZES if sized is True else sized or (None,)
-        FAULTS.append(Fault(name, kind, levels, architectures or PLANTED_IN, sizes, plant=plant, recipe=recipe))
+        where = architectures or PLANTED_IN
+        FAULTS.append(Fault(name, kind, levels, where, sizes, plant=plant, recipe=recipe, dtypes=dtypes))
         return plant
 
     return enter

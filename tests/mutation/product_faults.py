@@ -19,6 +19,7 @@ from memopt.patches.linear import module as linear_module
 from tests.mutation.acting import (
     Gradients,
     changed_at,
+    changed_in_backward,
     gradients_changed,
     in_backward,
     recomputed_as,
@@ -95,6 +96,15 @@ def _product_gradients(site: Site, change: Callable[..., tuple[Any, ...]]) -> It
             yield
 
 
+def _product_again(site: Site, change: Callable[[Tensor], Tensor]) -> Any:
+    """The product that the backward of the linear behind it computes again."""
+
+    def value(stock: Any, *given: Any, **options: Any) -> Tensor:
+        return change(stock(*given, **options))
+
+    return together(changed_in_backward(site, gated, "_value", value, linear.FusedLinearFunction), _steps_anew())
+
+
 def _steps_anew() -> Any:
     """Inside, a product looks its functions up, which are cached elsewhere."""
     return replaced(gated, "_steps", gated._steps.__wrapped__)
@@ -124,12 +134,12 @@ def _(site: Site) -> Any:
 
 @in_modules("gated products", "the recomputed product is scaled", *_GATED, sized=True)
 def _(site: Site, size: float) -> Any:
-    return _product_gradients(site, lambda dgate, dup, h: (dgate, dup, _times(h, 1 + size)))
+    return _product_again(site, lambda h: h * (1 + size))
 
 
 @in_modules("gated products", "the recomputed product is that of another row", *_GATED)
 def _(site: Site) -> Any:
-    return _product_gradients(site, lambda dgate, dup, h: (dgate, dup, h.roll(1, -2)))
+    return _product_again(site, lambda h: h.roll(1, -2))
 
 
 @in_modules("gated products", "the product is scaled", *_GATED, sized=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memopt.kernels.dropout.function import SeededDropoutFunction
 from memopt.torch_compat import tree_leaves
 from tests.mutation.acting import gradients_changed
+from tests.mutation.models import DTYPES
 from tests.mutation.planted import in_modules
 from tests.mutation.site import Site
 
@@ -148,9 +149,16 @@ def _enter() -> None:
                 def plant(site: Site, where: Where = where, change: Any = change, when: When = when) -> Any:
                     return _around(site, where, change, when)
 
-                in_modules("situations", f"the {verb} of {place} is off {name}", *architectures, levels=("training",))(
-                    plant
-                )
+                # A folded norm has no weight that may be frozen or have a gradient.
+                reads_weights = where is _norm and name in ("with frozen weights", "where gradients are there")
+                in_modules(
+                    "situations",
+                    f"the {verb} of {place} is off {name}",
+                    *architectures,
+                    levels=("training",),
+                    recipe="exact-unfolded" if reads_weights else "exact",
+                    dtypes=("bf16",) if "bf16" in name else tuple(DTYPES),
+                )(plant)
 
 
 _enter()
