@@ -146,7 +146,7 @@ class ScopeRewrite:
             # can be recomputed would differ between the runs.
             return _CLOSED_INSIDE
         form = (
-            hidden.dtype, hidden.dim(), 1 in hidden.shape, hidden.requires_grad, module.training,
+            hidden.dtype, hidden.dim(), hidden.is_nested or 1 in hidden.shape, hidden.requires_grad, module.training,
             autocast_dtype(hidden), bool(has_any_global_hook()), is_final,
         )  # fmt: skip
         if self.history.is_closed(form, is_final=is_final):

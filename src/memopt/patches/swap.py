@@ -303,7 +303,7 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             # Looked up at every call, because a tool may replace the forward of the class later.
             stock = cls.forward
             state = self.__dict__.get(_STATE, _NOTHING)
-            if state is _NOTHING or not (stock is known or wraps_any):
+            if state is _NOTHING or not (wraps_any or (stock is known and not _any_nested(*args, *kwargs.values()))):
                 return stock(self, *args, **kwargs)
             reads = self.__dict__.get(_READS)
             if reads is not None and not is_compiling() and not reads.hold(self):
@@ -330,6 +330,11 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
         }
         _classes[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
     return _classes[key]
+
+
+def _any_nested(*given: Any) -> bool:
+    """Whether a tensor among `given` has rows of different lengths. No operator and no proof is for such tensors."""
+    return any(isinstance(value, Tensor) and value.is_nested for value in given)
 
 
 def _rebuild(cls: type[nn.Module], forward: Forward) -> nn.Module:

@@ -130,8 +130,8 @@ class OfBlock:
 
 def keeps_layout(tensor: Tensor) -> bool:
     """Whether a copy of `tensor` has its strides. The block's second run saves other tensors for an input without them:
-    a slice, or an expanded tensor."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    a slice, an expanded tensor, or one with rows of different lengths."""
+    return not tensor.is_nested and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 class _Waiting:
