@@ -298,7 +298,7 @@ def _make_source(folder: Path) -> None:
         header = build_header(file, part)
         values = np.random.default_rng(0).standard_normal(header.file_size, dtype=np.float32).view(np.uint16)[1::2]
         (folder / file).write_bytes((header.raw + values.tobytes())[: header.file_size])
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text('{"model_type": "made-up"}')
     (folder / "tokenizer.json").write_text("{}")
     (folder / "sub").mkdir()

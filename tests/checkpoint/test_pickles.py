@@ -28,7 +28,7 @@ def save_sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     weight_map = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(names)}
     for file in set(weight_map.values()):
         torch.save({name: tensors[name] for name in names if weight_map[name] == file}, folder / file)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def test_a_pickle_becomes_a_folded_safetensors_file(tmp_path: Path, folder: Path) -> None:

@@ -151,7 +151,15 @@ def test_an_index_that_names_a_missing_shard_is_refused_with_its_name(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b"}}']
+    "content",
+    [
+        "",
+        "{}",
+        '{"metadata": {}, "weight_map": {}}',
+        '{"metadata": {}, "weight_map": {"a": 3}}',
+        '{"metadata": {}, "weight_map": {"a": "../b"}}',
+        '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',  # transformers reads the metadata of every index
+    ],
 )
 def test_a_broken_index_is_refused(tmp_path: Path, content: str) -> None:
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)

@@ -68,12 +68,16 @@ class Format(Protocol):
 def parse_index(path: Path, content: bytes) -> dict[str, str]:
     """Tensor name -> file name of a shard index."""
     try:
-        weight_map = parse_json(content)["weight_map"]
-        valid = all(isinstance(value, str) and _is_name(value) for value in weight_map.values())
+        index = parse_json(content)
+        weight_map = index["weight_map"]
+        valid = isinstance(index["metadata"], dict) and all(
+            isinstance(value, str) and _is_name(value) for value in weight_map.values()
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         valid = False
     if not valid or not weight_map:
-        raise ModelError(f"'{path}' is not a valid shard index.", "Download or copy it again.")
+        advice = "Download or copy it again; transformers loads it by its 'metadata' and its 'weight_map'."
+        raise ModelError(f"'{path}' is not a valid shard index.", advice)
     return dict(weight_map)
 
 
