@@ -139,7 +139,8 @@ def report(
                     f"{option} needs LoRA, and --train is full.", f"Add --train lora, or leave out {option}."
                 )
     if longest and (gpu is None or inputs is not None):
-        raise UsageError("--longest is about a card, and not about given inputs.", "Add --gpu, or leave out --inputs.")
+        remedy = "Add --gpu CARD." if gpu is None else "Leave out --inputs."
+        raise UsageError("--longest is about a card, and not about given inputs.", remedy)
     asked = outputs.Outputs(html, snapshot, out, emit or (), force, budget, frontier, allow)
     asked.check_options(gpu)
     if release_gradients and emit:

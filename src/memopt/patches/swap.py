@@ -303,7 +303,7 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             # Looked up at every call, because a tool may replace the forward of the class later.
             stock = cls.forward
             state = self.__dict__.get(_STATE, _NOTHING)
-            if state is _NOTHING or not (wraps_any or (stock is known and not _any_nested(*args, *kwargs.values()))):
+            if state is _NOTHING or not (wraps_any or (stock is known and not _any_nested(args, kwargs))):
                 return stock(self, *args, **kwargs)
             reads = self.__dict__.get(_READS)
             if reads is not None and not is_compiling() and not reads.hold(self):
@@ -332,9 +332,12 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
     return _classes[key]
 
 
-def _any_nested(*given: Any) -> bool:
-    """Whether a tensor among `given` has rows of different lengths. No operator and no proof is for such tensors."""
-    return any(isinstance(value, Tensor) and value.is_nested for value in given)
+def _any_nested(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tensor among these has rows of different lengths. No operator and no proof is for such tensors."""
+    for value in args:  # a loop costs a third of `any`
+        if isinstance(value, Tensor) and value.is_nested:
+            return True
+    return bool(kwargs) and any(isinstance(value, Tensor) and value.is_nested for value in kwargs.values())
 
 
 def _rebuild(cls: type[nn.Module], forward: Forward) -> nn.Module:
