@@ -121,13 +121,9 @@ def planned_step(model: str, recipe_file: str, choice: Choice) -> Planned:
 
 
 def patched_step(folder: str, recipe_file: str, recipe: Recipe, blocks: Sequence[str], dtype: str | None) -> Planned:
-    """A patched checkpoint, which fixes recipe and dtype, not a batch: one row, without accumulation.
-
-    Args:
-        folder: path at which the checkpoint will be written.
-        blocks: names of the model's blocks.
-        dtype: of its weights, as in config.json. fp16 weights are trained in fp32 under autocast, with a scaled loss.
-    """
+    """A patched checkpoint, which will be written to `folder` and fixes recipe and dtype, not a batch: one row, without
+    accumulation. `dtype` is that of its weights, as in config.json; fp16 weights are trained in fp32 under autocast,
+    with a scaled loss."""
     precisions: dict[str | None, Precision] = {"bfloat16": "bf16", "float16": "fp16-mixed"}
     step = Training(seq=None, precision=precisions.get(dtype, "fp32"))
     # The checkpoint is folded already, and memopt.patch takes no recipe that folds.

@@ -21,15 +21,10 @@ from memopt.walk.models.plain import exchanged
 
 
 def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digests: bool) -> None:
-    """Compare the files of a patched folder, whose weights are safetensors, with its record.
-
-    Args:
-        config: config of the model to load, whose names and shapes the tensors must have; None if another class loads.
-        digests: compare the SHA-256 of every file with memopt.json as well.
-
-    Raises:
-        ModelError: a tensor, the list of folds or a file does not fit, or there are no digests to compare with.
-    """
+    """Compare the files of a patched folder, whose weights are safetensors, with its record and, with `digests`, the
+    SHA-256 of every file with memopt.json. The tensors must have the names and shapes of the model of `config`; None if
+    another class loads. Raises a ModelError if a tensor, the list of folds or a file does not fit, or there are no
+    digests to compare with."""
     manifest, source = record.manifest, open_source(str(record.folder))
     wrong: list[str] = []
     if manifest is not None:

@@ -51,13 +51,9 @@ class Unfolded:
 
 
 def unfold(patched: CheckpointSource, original: CheckpointSource, folds: tuple[Fold, ...], put: Put) -> Unfolded:
-    """Take `folds` back in the tensors of `patched`, and `put` every tensor that they touched.
-
-    Args:
-        patched: a patched checkpoint, trained or not.
-        original: the checkpoint that `patched` was made from.
-        folds: all folds of `patched`, with the names of the original's tensors.
-    """
+    """Take `folds` back in the tensors of `patched`, trained or not, and `put` every tensor that they touched.
+    `original` is the checkpoint that `patched` was made from; `folds` are all folds, with the names of the original's
+    tensors."""
     return _Unfolding(patched, original, folds, put).run()
 
 

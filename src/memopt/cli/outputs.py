@@ -103,16 +103,9 @@ def draw(
     headline: Headline | None = None,
     frontier: Frontier | None = None,
 ) -> None:
-    """Predict the step and write the files of --html and --snapshot.
-
-    Args:
-        lines: sentences to put first on the page.
-        headline: answer whose lines and table are put first, in place of `lines`.
-        frontier: plans to draw on the page.
-
-    Raises:
-        ModelError: the step cannot be predicted, and --snapshot is given.
-    """
+    """Predict the step and write the files of --html and --snapshot. The page begins with `lines`, or in their place
+    with the lines and the table of `headline`, and has a chart of `frontier`. Raises a ModelError if the step cannot be
+    predicted and --snapshot is given."""
     if not files.drawn:
         return
     from memopt.environment.files import write_output

@@ -46,13 +46,9 @@ class Patching:
         run: Callable[[], Run] | None = None,
         say: bool = True,
     ) -> None:
-        """Patch `model` and log it; a model that is already patched is not changed.
-
-        Args:
-            batch, seq: the trainer's sizes, for `budget`, where this object has none.
-            run: gives how the trainer runs its steps; called for a `budget`.
-            say: whether this process logs.
-        """
+        """Patch `model` and, where this process is to `say` it, log it; a model that is already patched is not changed.
+        The trainer's sizes `batch` and `seq` are for `budget`, where this object has none; `run`, which is called for a
+        `budget`, gives how the trainer runs its steps."""
         check_is_module(model)
         before = summary(model)
         with contextlib.nullcontext() if say else _silent():

@@ -108,13 +108,9 @@ def setup_on(card: Card, setup: Setup) -> Setup:
 
 
 def find_card(text: str) -> Card:
-    """The card that `text` names (``rtx4090``, ``a100-80gb``, a result of `torch.cuda.get_device_name`) or its size.
-
-    A size has a unit: ``24GiB`` is 24 x 2**30 bytes, ``24GB`` is 24 x 10**9.
-
-    Raises:
-        UsageError: no card has this name, several have, or the size is not positive.
-    """
+    """The card that `text` names (``rtx4090``, ``a100-80gb``, a result of `torch.cuda.get_device_name`), or one of its
+    size, which has a unit: ``24GiB`` is 24 x 2**30 bytes, ``24GB`` is 24 x 10**9. Raises a UsageError if no card has
+    this name, several have, or the size is not positive."""
     size = _SIZE.fullmatch(text.strip())
     if size is not None:
         return _sized(text, size)

@@ -78,11 +78,8 @@ def compare(of: Step, setup: Setup | None = None) -> Comparison:
 
 
 def check_measurable(setup: Setup) -> None:
-    """Check that a step with this setup can be measured.
-
-    Raises:
-        ModelError: the setup has several devices, an optimizer that is not in `RUN`, or released gradients.
-    """
+    """Raise a ModelError if a step with this setup cannot be measured: it has several devices, an optimizer that is not
+    in `RUN`, or released gradients."""
     if setup.devices > 1 or setup.release_gradients or setup.optimizer not in RUN:
         what = "several devices" if setup.devices > 1 else "gradients that are released"
         what = what if setup.optimizer in RUN else f"optimizer {setup.optimizer}"
@@ -90,11 +87,8 @@ def check_measurable(setup: Setup) -> None:
 
 
 def measure(of: Step, setup: Setup | None = None) -> Measurement:
-    """Train for two steps, on the CUDA device if there is one, and measure the second.
-
-    Raises:
-        ModelError: the steps cannot run: out of memory, a missing library, a setup of several devices.
-    """
+    """Train for two steps, on the CUDA device if there is one, and measure the second. Raises a ModelError if the steps
+    cannot run: out of memory, a missing library, a setup of several devices."""
     setup = setup or Setup()
     check_measurable(setup)
     try:

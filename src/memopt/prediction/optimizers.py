@@ -88,10 +88,8 @@ def _one_by_one(forms: Sequence[Form], setup: Setup, cuda: bool) -> OptimizerTra
 
 
 def _repeated(traced: OptimizerTrace, few: Sequence[Form], forms: Sequence[Form]) -> OptimizerTrace | None:
-    """The trace for all `forms`, from the trace for `few` of them, at most two of each.
-
-    A foreach step allocates and frees lists with a tensor for every parameter of a dtype; None if this step differs.
-    """
+    """The trace for all `forms`, from the trace for `few` of them, at most two of each. A foreach step allocates and
+    frees lists with a tensor for every parameter of a dtype; None if this step differs."""
     each = len(traced.states) // len(few)
     states = {form: traced.states[at * each : at * each + each] for at, form in enumerate(few)}
     events: list[Event] = []
@@ -234,10 +232,8 @@ def _bitsandbytes(
 
 
 def _torchao(forms: Sequence[Form], *, bits: int) -> OptimizerTrace:
-    """torchao/optim/subclass_8bit.py, subclass_4bit.py; each state has a map from codes to values of its own.
-
-    The step is compiled for each tensor. Its allocations are those of the code that the compiler makes for a CPU.
-    """
+    """torchao/optim/subclass_8bit.py, subclass_4bit.py; each state has a map from codes to values of its own. The step
+    is compiled for each tensor. Its allocations are those of the code that the compiler makes for a CPU."""
     states: list[Storage] = []
     events: list[Event] = []
     for shape, dtype in forms:

@@ -126,15 +126,8 @@ class Prediction:
 
 
 def predict(of: Step, setup: Setup | None = None) -> Prediction:
-    """Predict the peak of a training step, stock or patched.
-
-    Args:
-        of: the model, and how it is patched and trained.
-        setup: optimizer, devices and allocator.
-
-    Raises:
-        ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
-    """
+    """Predict the peak of a training step, stock or patched. Raises a ModelError if the model cannot be built or traced
+    from its config, or peft is missing for LoRA."""
     return combine(trace(of), setup or Setup())
 
 

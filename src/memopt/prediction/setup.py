@@ -74,13 +74,9 @@ class Setup:
     """Bytes of the device: PyTorch releases unused segments before it runs out of memory; None: enough for all."""
 
     def __post_init__(self) -> None:
-        """Check the numbers, and that this combination of settings can be predicted.
-
-        Raises:
-            UsageError: `optimizer` or `sharding` is unknown, `devices` or `accumulation` is below 1, `sharding` is set
-                for one device or missing for several, or the optimizer is not predicted with this sharding or with
-                released gradients.
-        """
+        """Check the numbers, and that this combination of settings can be predicted. Raises a UsageError if `optimizer`
+        or `sharding` is unknown, `devices` or `accumulation` is below 1, `sharding` is set for one device or missing
+        for several, or the optimizer is not predicted with this sharding or with released gradients."""
         check_choice("optimizer", self.optimizer, get_args(Optimizer))
         check_choice("sharding", self.sharding, get_args(Sharding))
         if any(type(each) is not int or each < 1 for each in (self.devices, self.accumulation)):
@@ -108,10 +104,7 @@ class Setup:
         return self.devices == self.accumulation == 1 and self.optimizer not in _ON_WHOLE_TENSORS
 
     def check_precision(self, precision: str) -> None:
-        """
-        Raises:
-            UsageError: gradients are released under fp16, whose loss scaler reads all of them.
-        """
+        """Raise a UsageError if gradients are released under fp16, whose loss scaler reads all of them."""
         if self.release_gradients and precision.startswith("fp16"):
             hint = "Use --precision bf16, or leave out --release-gradients."
             raise UsageError("Gradients cannot be released with fp16: its loss scaler reads all of them.", hint)

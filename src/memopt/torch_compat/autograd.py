@@ -224,18 +224,12 @@ _RAW_FIELDS = tuple(
 
 
 def _unpack_hooks(node: Any, field: str | None = None) -> list[Callable[[Any], Tensor] | None]:
-    """The unpack hook of each tensor that `node` saved, or None if autograd itself holds the tensor.
-
-    If the packed object has an attribute ``memopt_unpack``, the hook to which it passes the tensor on, that one counts.
-
-    For a `torch.autograd.Function` all tensors count; for an operation the tensors that rules read, or only the one
-    saved as `field`. A foreign hook (checkpointing of one module inside a block) may unpack a tensor only once, so
-    nothing is recomputed from such nodes. Without ``SavedTensor.unpack_hook`` or the raw fields, nothing is recomputed
-    from any node.
-
-    Raises:
-        RuntimeError: backward has run the node and released its tensors, or PyTorch lacks the fields.
-    """
+    """The unpack hook of each tensor that `node` saved, or None if autograd itself holds the tensor. If the packed
+    object has an attribute ``memopt_unpack``, the hook to which it passes the tensor on, that one counts. For a
+    `torch.autograd.Function` all tensors count; for an operation the tensors that rules read, or only the one saved as
+    `field`. A foreign hook (checkpointing of one module inside a block) may unpack a tensor only once, so nothing is
+    recomputed from such nodes. Without ``SavedTensor.unpack_hook`` or the raw fields, nothing is recomputed from any
+    node. Raises a RuntimeError if backward has run the node and released its tensors, or PyTorch lacks the fields."""
     raw = getattr(node, "_raw_saved_tensors", None)  # raises if they were released
     if not raw:
         fields = _RAW_FIELDS if field is None else (f"_raw_saved_{field}",)

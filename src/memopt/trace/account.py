@@ -230,10 +230,8 @@ def live_by_module(run: Callable[[], Any], module: Callable[[], str] = str) -> C
 
 
 def _graph(result: Any) -> list[Any]:
-    """Gradient edges that keep the graph of every tensor in `result` alive after these tensors are freed.
-
-    Before PyTorch 2.13, a reference to the node of a `torch.autograd.Function` does not keep its graph alive.
-    """
+    """Gradient edges that keep the graph of every tensor in `result` alive after these tensors are freed. Before
+    PyTorch 2.13, a reference to the node of a `torch.autograd.Function` does not keep its graph alive."""
     leaves = tree_leaves(dict(result) if isinstance(result, dict) else result)
     return [get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 

@@ -63,17 +63,9 @@ def add_adapters(
 
 
 def add_live_adapters(model: PreTrainedModel, sites: Sites, adapters: Adapters, *, fp32: bool) -> nn.Module:
-    """`model` (on the meta device) with the adapters of a live model, whatever their configs say.
-
-    Args:
-        model: changed in place, as PEFT does.
-        sites: the sites of the model, with the linears of its blocks.
-        adapters: the live model's.
-        fp32: adapters in fp32 beside 16-bit weights.
-
-    Raises:
-        ModelError: PEFT cannot add them to a model without weights, or they compute otherwise on 4-bit weights.
-    """
+    """`model` (on the meta device, changed in place) with the adapters of a live model, whatever their configs say;
+    with `fp32`, adapters in fp32 beside 16-bit weights. Raises a ModelError if PEFT cannot add them to a model without
+    weights, or they compute otherwise on 4-bit weights."""
     from peft import get_peft_model
 
     adapted: Any = None
@@ -115,10 +107,7 @@ def _finished(adapted: nn.Module, model: PreTrainedModel, sites: Sites, *, fp32:
 
 
 def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
-    """
-    Raises:
-        ModelError: a linear with an adapter returns more than one tensor, to which PEFT cannot add.
-    """
+    """Raise a ModelError if a linear with an adapter returns more than one tensor, to which PEFT cannot add."""
     odd = {}
     for name, module in model.named_modules():
         base = module._modules.get("base_layer")

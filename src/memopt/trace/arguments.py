@@ -59,11 +59,8 @@ class Example:
 
 
 def example_of(config: PreTrainedConfig, sites: Sites, training: Training) -> Example:
-    """The arguments of one forward of the size of `training`.
-
-    Raises:
-        ModelError: no arguments of the model's forward are recognised.
-    """
+    """The arguments of one forward of the size of `training`. Raises a ModelError if none of the model's are
+    recognised."""
     alone = Training(training.batch, training.seq, training.precision, dropout=training.dropout)
     size = replace(alone, images=training.images, image_side=training.image_side)
     return _example(_Model(config, sites), size)
@@ -72,12 +69,9 @@ def example_of(config: PreTrainedConfig, sites: Sites, training: Training) -> Ex
 def step_arguments(
     model: PreTrainedModel, training: Training, source: Example | Batch, *, real: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments of one training forward, with labels if the model takes them.
-
-    Args:
-        source: an example of the size of `training`, or a user's batch.
-        real: `model` has values; by default it is on fake tensors, and a fake mode is active.
-    """
+    """Keyword arguments of one training forward, with labels if the model takes them. `source` is an example of the
+    size of `training`, or a user's batch. `real`: `model` has values; by default it is on fake tensors, and a fake mode
+    is active."""
     dtype = DTYPES[training.precision][0]
     if isinstance(source, Example):
         valued = real or source.is_read
@@ -198,10 +192,8 @@ def _shape(value: Any) -> torch.Size | None:
 def _that_runs(
     model: PreTrainedModel, size: Training, functions: Iterable[FunctionSite], example: Example | None = None
 ) -> Example | None:
-    """`example`, by default the first candidate, with targets and `is_read`; None if `model` does not run with it.
-
-    The tensors of `model` become fake. Of the calls of `functions`, one of each form runs.
-    """
+    """`example`, by default the first candidate, with targets and `is_read`; None if `model` does not run with it. The
+    tensors of `model` become fake. Of the calls of `functions`, one of each form runs."""
     fake = Fakes()
     make_fake(model, fake)
 

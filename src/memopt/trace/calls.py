@@ -39,10 +39,7 @@ from memopt.walk.sites import FunctionSite
 @contextlib.contextmanager
 def counted_calls(sites: Iterable[FunctionSite], cuda: bool, timeline: Timeline) -> Iterator[None]:
     """Inside, the functions of `sites` run once for each form of a call; `timeline` counts copies for the other calls.
-
-    Args:
-        cuda: whether a CUDA device is imitated (`memopt.trace.emulate`), which decides which tensors a call saves.
-    """
+    `cuda`: whether a CUDA device is imitated (`memopt.trace.emulate`), which decides which tensors a call saves."""
     counter = _Counter(timeline, cuda)
     names = dict.fromkeys(name for site in sites for name in site.functions)
     found = [(sys.modules[home], name) for home, name in names if home in sys.modules]
@@ -247,12 +244,9 @@ class _Again:
         made: Mapping[Lifetime, torch.UntypedStorage],
         only: Collection[Lifetime] = (),
     ) -> None:
-        """Count the allocations and frees in `steps`, and the operations `computed` between them.
-
-        Args:
-            made: lifetime in the alike call -> storage that exists already.
-            only: lifetimes of given gradients to which nothing else refers, so that the call frees them.
-        """
+        """Count the allocations and frees in `steps`, and the operations `computed` between them. `made`: lifetime in
+        the alike call -> storage that exists already. `only`: lifetimes of given gradients to which nothing else
+        refers, so that the call frees them."""
         timeline, done = self._timeline, 0
         for number, (allocated, life) in enumerate(steps):
             while done < len(computed) and computed[done].moment <= number:

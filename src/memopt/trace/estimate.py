@@ -86,15 +86,9 @@ _NO_LOSS = "Loss: none, since no labels were found that give one; its outputs co
 
 @contextlib.contextmanager
 def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
-    """The model of `of` on fake tensors; inside, forward and backward can run.
-
-    Args:
-        of: the model, and how it is patched and trained.
-        built: its model, by default built here; its tensors are replaced by fake ones.
-
-    Raises:
-        ModelError: the model cannot be built, peft is missing for LoRA, or the code inside the context fails.
-    """
+    """The model of `of` on fake tensors; inside, forward and backward can run. The tensors of `built`, by default the
+    model that is built here, are replaced by fake ones. Raises a ModelError if the model cannot be built, peft is
+    missing for LoRA, or the code inside the context fails."""
     config, training, inputs = of.config, of.training, of.inputs
     if built is None:
         with without_packages():
@@ -151,11 +145,8 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
 
 
 def _sizes(config: PreTrainedConfig, arguments: Mapping[str, Any], image_side: int | None) -> list[str]:
-    """A note with the shapes of images, sounds and other floating inputs, or that parts for them do not run.
-
-    Raises:
-        ModelError: there are none, though the step gives the side of its images.
-    """
+    """A note with the shapes of images, sounds and other floating inputs, or that parts for them do not run. Raises a
+    ModelError if there are none, though the step gives the side of its images."""
     sizes = [
         f"{name} {' x '.join(map(str, value.shape))}"
         for name, value in arguments.items()
@@ -186,16 +177,9 @@ def build_trained(
     shrink: Callable[[PreTrainedModel], None] = lambda model: None,
     quantised: Callable[..., None] = quantise,
 ) -> Built:
-    """The model of `of` on the meta device, patched and with adapters.
-
-    Args:
-        of: the model, and how it is patched and trained.
-        shrink: called with the model, patched and without adapters.
-        quantised: replaces linears by 4-bit linears, with the arguments of `memopt.trace.quantised.quantise`.
-
-    Raises:
-        ModelError: the model cannot be built, or peft is missing for LoRA.
-    """
+    """The model of `of` on the meta device, patched and with adapters. `shrink` is called with the model, patched and
+    without adapters; `quantised` replaces linears by 4-bit linears, with the arguments of
+    `memopt.trace.quantised.quantise`. Raises a ModelError if the model cannot be built, or peft is missing for LoRA."""
     config, training = _without_layerdrop(of.config), of.training
     weights, autocast = DTYPES[training.precision]
     model = build_meta(config, dtype=weights)

@@ -286,11 +286,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`F.ctc_loss` of fake tensors.
-
-    Raises:
-        ValueError: the targets are so long that the loss may be infinite.
-    """
+    """`F.ctc_loss` of fake tensors. Raises a ValueError if the targets are so long that the loss may be infinite."""
     logs = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
     known = known_values(target_lengths) if isinstance(target_lengths, Tensor) else torch.tensor(target_lengths)
     width = targets.shape[-1] if targets.dim() > 1 else -(-targets.shape[0] // logs.shape[1])

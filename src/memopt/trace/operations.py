@@ -82,10 +82,8 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _with_all_heads(name: str, args: Any) -> Any:
-    """The arguments of attention with as many heads of keys and values as queries have.
-
-    Formulas of PyTorch before 2.13 fail where several heads of queries share one.
-    """
+    """The arguments of attention with as many heads of keys and values as queries have. Formulas of PyTorch before 2.13
+    fail where several heads of queries share one."""
     if not name.startswith("_scaled_dot_product"):
         return args
     at = 1 if name.endswith("_backward") else 0

@@ -72,17 +72,10 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def quantise(model: PreTrainedModel, how: Quantisation, dtype: torch.dtype, *, cuda: bool) -> None:
-    """Put a `Linear4bit` in place of every linear that transformers would quantise.
-
-    Args:
-        model: on the meta device; changed in place.
-        how: the settings.
-        dtype: dtype of products, unless `how` names one.
-        cuda: allocate as on a CUDA device, where the forward restores the weight as well, outside of any operator.
-
-    Raises:
-        ModelError: the model has no linear that transformers would quantise.
-    """
+    """Put a `Linear4bit` in place of every linear of `model` (on the meta device) that transformers would quantise
+    by the settings `how`. `dtype`: of products, unless `how` names one. `cuda`: allocate as on a CUDA device, where
+    the forward restores the weight as well, outside of any operator. Raises a ModelError if the model has no such
+    linear."""
     kept = kept_modules(model, how)
     linears = [
         (name, module)

@@ -15,9 +15,7 @@ _Address = tuple[int, int]
 
 def repeat(events: list[Lifetime], operations: list[Operation], first: Mark, second: Mark, count: int) -> bool:
     """Insert `count` copies of the last piece, which began at `second`, before it and after the piece from `first`.
-
-    Returns False and inserts nothing if the two pieces are not alike or a storage of the first piece is still alive.
-    """
+    Returns False and inserts nothing if the two pieces are not alike or a storage of the first piece is still alive."""
     one, two = _Piece(events[: second[0]], first[0]), _Piece(events, second[0])
     costs = [each.at(each.moment - second[0]) for each in operations[second[1] :]]
     before = [each.at(each.moment - first[0]) for each in operations[first[1] : second[1]]]

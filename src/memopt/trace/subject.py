@@ -102,11 +102,8 @@ def step_of(request: Request) -> Step:
 
 
 def chosen_recipe(request: Request) -> Recipe:
-    """The recipe of `request`; if it names none, the recipe of its patched folder, or else ``exact-unfolded``.
-
-    Raises:
-        RecipeError: the recipe is unknown.
-    """
+    """The recipe of `request`; if it names none, the recipe of its patched folder, or else ``exact-unfolded``. Raises a
+    RecipeError if the recipe is unknown."""
     record = None if request.recipe is not None else record_of(request.model)
     return load_recipe(request.recipe or (record.recipe if record else DEFAULT_MEMORY_RECIPE), request.overrides)
 

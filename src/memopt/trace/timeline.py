@@ -178,10 +178,8 @@ class Timeline(StorageTracker):
         self._watched.add(weakref.ref(storage, died))
 
     def _module_of(self, number: float) -> str:
-        """The module that made the node of this number: the module of the first allocation after the node.
-
-        A function that backward runs again makes nodes outside of modules: theirs is the module before them.
-        """
+        """The module that made the node of this number: the module of the first allocation after the node. A function
+        that backward runs again makes nodes outside of modules: theirs is the module before them."""
         place = bisect_right(self._numbers, number)
         if place < len(self._modules):
             self._last = self._modules[place]

@@ -104,15 +104,9 @@ def trace(
 
 @quiet()
 def trace_account(of: Step, *, whole: bool = False) -> Account:
-    """Count the tensors that one forward of the model, stock or patched, saves for backward.
-
-    Args:
-        of: the model, and how it is patched and trained.
-        whole: trace forward and backward as well, for ``Account.trace``.
-
-    Raises:
-        ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
-    """
+    """Count the tensors that one forward of the model, stock or patched, saves for backward; `whole`: trace forward and
+    backward as well, for ``Account.trace``. Raises a ModelError if the model cannot be built or traced from its config,
+    or peft is missing for LoRA."""
     with traced(of) as model:
         saved = account(model.model, model.run, blocks=of.sites.blocks, sites=of.sites, notes=model.notes)
     if not whole:
@@ -142,10 +136,8 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
 
 
 def with_idle(parameters: Iterable[Parameter], model: nn.Module, blocks: Sequence[str]) -> Iterator[Parameter]:
-    """`parameters` after a backward, marked as idle if they have no gradient.
-
-    Not in a block that has gradients: an expert that got no token in this step gets some in another.
-    """
+    """`parameters` after a backward, marked as idle if they have no gradient. Not in a block that has gradients: an
+    expert that got no token in this step gets some in another."""
     block_at = places(blocks)
     reached = {name for name, each in model.named_parameters() if each.grad is not None}
     running = {block_at(name) for name in reached} - {-1}

@@ -45,11 +45,7 @@ class Tracer:
     """(training without a size, number of groups) -> the model, which is traced at every size."""
 
     def at(self, training: Training) -> Trace:
-        """The trace of the whole model in the step of `training`.
-
-        Raises:
-            ModelError: the step cannot be traced.
-        """
+        """The trace of the whole model in the step of `training`. Raises a ModelError if the step cannot be traced."""
         if training not in self.traces:
             self.traces[training] = self._extended(training) or self._trace(training)
         return self.traces[training]
@@ -108,9 +104,7 @@ def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
 
 def _form(traced: Trace) -> list[Hashable]:
     """A form of a trace to compare with another trace: its events, and the total FLOPs and bytes of its operations.
-
-    Storages of 0 bytes are left out, because Python's garbage collector may free them at any time.
-    """
+    Storages of 0 bytes are left out, because Python's garbage collector may free them at any time."""
     totals = (sum(each.flops for each in traced.operations), sum(each.nbytes for each in traced.operations))
     events = _in_order([event for event in traced.events if event.storage.nbytes])
     numbers = {event.storage: number for number, event in enumerate(event for event in events if event.allocated)}
@@ -144,11 +138,8 @@ class UnlikeError(Exception):
 def put_back(
     events: Sequence[Event], operations: Sequence[Operation], run: Run, count: int | None = None
 ) -> tuple[tuple[Event, ...], tuple[Operation, ...]]:
-    """Events and operations of the step with `count` of the blocks that were left out, by default all of them.
-
-    Raises:
-        UnlikeError: the interior blocks that were traced do not allocate and free alike.
-    """
+    """Events and operations of the step with `count` of the blocks that were left out, by default all of them. Raises
+    an UnlikeError if the interior blocks that were traced do not allocate and free alike."""
     return _Extension(events, operations, run, run.left_out if count is None else count).whole()
 
 
@@ -258,11 +249,9 @@ class _Extension:
         return tokens
 
     def _reference(self, storage: Storage, place: int) -> Hashable:
-        """A freed storage, described by its block and its form, without its number, module and operation.
-
-        Blocks at the ends may number their storages differently, and a sum over blocks is allocated by another
-        operation in the block where it begins.
-        """
+        """A freed storage, described by its block and its form, without its number, module and operation. Blocks at the
+        ends may number their storages differently, and a sum over blocks is allocated by another operation in the block
+        where it begins."""
         phase, other, _ = self._address[storage]
         near = other if other < 0 else ("near", other - place)
         return phase, near, storage.nbytes, storage.part, storage.dtype, storage.shape

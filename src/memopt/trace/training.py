@@ -122,11 +122,8 @@ class Request:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values: a command line has checked them, a caller in Python has not.
-
-        Raises:
-            UsageError: an argument has a value that it cannot have, or that has no effect.
-        """
+        """Check the values: a command line has checked them, a caller in Python has not. Raises a UsageError if an
+        argument has a value that it cannot have, or that has no effect."""
         for each in fields(self):
             choices = get_args(globals().get(str(each.type).removesuffix(" | None")))  # of a Literal
             value = getattr(self, each.name)

@@ -82,12 +82,8 @@ def ratios(
     bottleneck: int = 2**63,
 ) -> list[Check]:
     """The checks on the ratio of errors in one run of each model; if a check does not pass, in several runs of each.
-
-    Args:
-        compared: :func:`compare_gradients`, but for the runs.
-        rounded: returns the further runs, rounded at random, of the patched model and of stock modules.
-        bottleneck: see :func:`compare_gradients`; it is used for several runs only.
-    """
+    `compared` is :func:`compare_gradients`, but for the runs; `rounded` returns the further runs, rounded at random, of
+    the patched model and of stock modules; `bottleneck`, see there, is used for several runs only."""
     checks = list(compared([patched.gradients], [stock.gradients]))
     if any(check.status in ("warn", "fail") for check in checks):
         ours, theirs = rounded()

@@ -146,13 +146,9 @@ def reference_for(model: nn.Module, *, copies: int) -> Reference | None:
 
 
 def choose_reference(parameters: int, stored: torch.dtype, *, copies: int) -> Reference | None:
-    """The most precise truth that fits into memory; None when even fp32 does not fit or does not help.
-
-    Args:
-        parameters: number of elements of all parameters.
-        stored: dtype of the checkpoint; the truth must be wider.
-        copies: how many tensors of each parameter's size the run holds (weights, gradients, results).
-    """
+    """The most precise truth that fits into memory; None when even fp32 does not fit or does not help. `parameters`:
+    number of elements of all parameters. `stored`: dtype of the checkpoint; the truth must be wider. `copies`: how many
+    tensors of each parameter's size the run holds (weights, gradients, results)."""
     free = psutil.virtual_memory().available * _MEMORY_SHARE
     if parameters * 8 * copies <= free:
         return Reference(torch.float64)

@@ -48,13 +48,9 @@ def rounded_at_random(tensor: Tensor, scale: float = 1.0) -> Tensor:
 
 
 class JumpingRows:
-    """Collects jumping rows over runs of the original with random rounding.
-
-    Args:
-        truth: outputs of a more precise run, batch by batch.
-        usual: field -> RMS error of the original, for the fields that have rows.
-        judged: runs that are compared with the original's error; a jump in these alone does not make a row count.
-    """
+    """Collects jumping rows over runs of the original with random rounding. `truth`: outputs of a more precise run,
+    batch by batch. `usual`: field -> RMS error of the original, for the fields that have rows. `judged`: runs that are
+    compared with the original's error; a jump in these alone does not make a row count."""
 
     def __init__(self, truth: Run, usual: Mapping[str, float], judged: Iterable[Run]) -> None:
         self._truth, self._usual, runs = truth, usual, list(judged)

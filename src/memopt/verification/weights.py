@@ -30,15 +30,9 @@ _SAVED_OVER = f". If the model was trained and saved into this folder: remove {M
 
 
 def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[Check]:
-    """Check the files of a patched checkpoint, and its weights against the source's.
-
-    Args:
-        patched_dir: folder that `memopt patch` wrote.
-        against: the source, a folder or hub id; by default where the manifest says it was.
-
-    Raises:
-        ModelError: the folder has no readable manifest, or `against` cannot be opened.
-    """
+    """Check the files of the folder `patched_dir`, which `memopt patch` wrote, and its weights against the source's.
+    `against`: the source, a folder or hub id; by default where the manifest says it was. Raises a ModelError if the
+    folder has no readable manifest, or `against` cannot be opened."""
     folder = Path(patched_dir)
     manifest = read_manifest(folder)
     try:

@@ -177,22 +177,16 @@ class Measured:
         return tuple((0, *its)[place] for place, its in zip(places, self.examples, strict=True))
 
     def places(self, levels: Sequence[int]) -> tuple[int, ...]:
-        """The indices of the options in :meth:`model` that have these levels.
-
-        Raises:
-            ValueError: a level was not measured.
-        """
+        """The indices of the options in :meth:`model` that have these levels. Raises a ValueError if a level was not
+        measured."""
         return tuple((0, *its).index(level) for level, its in zip(levels, self.examples, strict=True))
 
 
 def measure(
     levels: Levels, trace: Trace, ahead: Callable[[Sequence[Sequence[int]]], None] = lambda together: None
 ) -> Measured:
-    """Measure the levels: with two traces if each kind has many blocks, else with at most one for each level.
-
-    Args:
-        ahead: called with the levels of all traces that follow the first, which are independent.
-    """
+    """Measure the levels: with two traces if each kind has many blocks, else with at most one for each level. `ahead`
+    is called with the levels of all traces that follow the first, which are independent."""
     options = levels.options
     own = trace((0,) * len(options))
     kinds: dict[tuple[int, tuple[int, ...], bool], list[int]] = {}

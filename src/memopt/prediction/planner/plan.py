@@ -129,16 +129,10 @@ class _Route:
 
 def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Choice:
     """The fastest plan whose step, with its margin, takes at most `budget` bytes of the device, and further plans.
-
     Levels of the blocks and of the loss are tried first. If none of their combinations fits, or the fastest is slow,
-    the batch is split into micro-batches whose gradients are summed.
-
-    Args:
-        approximate: approximate recipes that may be chosen as well; in them every block is as the recipe says.
-
-    Raises:
-        NegativeVerdict: nothing fits; the message gives the bytes of the smallest plan.
-    """
+    the batch is split into micro-batches whose gradients are summed. Recipes in `approximate` may be chosen as well; in
+    them every block is as the recipe says. Raises a NegativeVerdict if nothing fits; its message gives the bytes of the
+    smallest plan."""
     name = budget_name(budget)
     whole, limit = _whole(task), task.limit(budget)
     plans = []

@@ -133,13 +133,8 @@ TotalOf = Callable[[tuple[int, ...]], int]
 
 
 def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tuple[int, ...] | None:
-    """The fastest options whose total is at most `budget`; None if no options fit.
-
-    Args:
-        model: the block model that guides the search.
-        budget: bytes.
-        total_of: called with the first options of all blocks, and then with one combination after another.
-    """
+    """The fastest options whose total is at most `budget` bytes, found with the block `model`; None if no options fit.
+    `total_of` is called with the first options of all blocks, and then with one combination after another."""
     found: dict[tuple[int, ...], int] = {}
 
     def total(chosen: tuple[int, ...]) -> int:
@@ -197,10 +192,8 @@ def without(model: BlockModel, allowed: Sequence[Sequence[bool]]) -> BlockModel:
 
 
 def between(one: BlockModel, many: BlockModel, part: float) -> BlockModel:
-    """The block model of a batch size between two others: `part` of the way from `one` to `many`.
-
-    Bytes and FLOPs are affine in the rows of a batch, up to chunks and rounding.
-    """
+    """The block model of a batch size between two others: `part` of the way from `one` to `many`. Bytes and FLOPs are
+    affine in the rows of a batch, up to chunks and rounding."""
 
     def at(low: int, high: int) -> int:
         return round(low + part * (high - low))
