@@ -26,7 +26,8 @@ from memopt.trace.training import ALL_LINEAR, Precision, Training
 
 RECIPE_FILE = "recipe.yaml"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-_WRAPPED = "TRANSFORMER_BASED_WRAP"
+#: FSDP2 as `--sharding fsdp` counts it: each block is wrapped, and resharded after its forward.
+_FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
 _ANY: tuple[Sharding, ...] = ("none", "ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
@@ -198,7 +199,7 @@ def _trainer(engine: str, planned: Planned, sharding: Sharding) -> str:
         "gradient_checkpointing": False,
     }
     if sharding == "fsdp":
-        values |= {"fsdp": True, "fsdp_config": _fsdp()}
+        values |= {"fsdp": True, "fsdp_config": _FSDP}
     elif sharding.startswith("zero"):
         values["deepspeed"] = _deepspeed_values(planned, sharding)
     return _yaml(
@@ -217,7 +218,7 @@ def _accelerate(engine: str, planned: Planned, sharding: Sharding) -> str:
     if planned.devices is not None:
         values["num_processes"] = planned.devices
     if sharding == "fsdp":
-        values["fsdp_config"] = {f"fsdp_{key}": value for key, value in _fsdp().items()}
+        values["fsdp_config"] = {f"fsdp_{key}": value for key, value in _FSDP.items()}
     elif sharding.startswith("zero"):
         stage = int(sharding[-1])
         values["deepspeed_config"] = {"zero_stage": stage, "gradient_accumulation_steps": planned.accumulation}
@@ -225,10 +226,6 @@ def _accelerate(engine: str, planned: Planned, sharding: Sharding) -> str:
         f"Micro-batches of {planned.step.batch}, {planned.accumulation} in a step, {planned.optimizer}: in your script."
     )
     return _yaml(planned, "accelerate launch --config_file ...", values, own)
-
-
-def _deepspeed(engine: str, planned: Planned, sharding: Sharding) -> str:
-    return json.dumps(_deepspeed_values(planned, sharding), indent=2) + "\n"
 
 
 def _deepspeed_values(planned: Planned, sharding: str) -> dict[str, Any]:
@@ -276,7 +273,7 @@ def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
         if step.train == "qlora":
             values["load_in_4bit"] = True
     if sharding == "fsdp":
-        values |= {"fsdp_version": 2, "fsdp_config": {k: v for k, v in _fsdp().items() if k != "version"}}
+        values |= {"fsdp_version": 2, "fsdp_config": {k: v for k, v in _FSDP.items() if k != "version"}}
     elif sharding.startswith("zero"):
         values["deepspeed"] = _deepspeed_values(planned, sharding)
     return _yaml(planned, "axolotl train ..., after you have added your datasets", values, complete=True)
@@ -321,11 +318,6 @@ def _mixed_precision(engine: str, planned: Planned, sharding: str) -> str:
     return precision if precision in _DTYPES else "no"
 
 
-def _fsdp() -> dict[str, Any]:
-    """FSDP2 as `--sharding fsdp` counts it: each block is wrapped, and resharded after its forward."""
-    return {"version": 2, "auto_wrap_policy": _WRAPPED, "reshard_after_forward": True}
-
-
 def _yaml(planned: Planned, use: str, values: Mapping[str, Any], *own: str, complete: bool = False) -> str:
     """YAML under comments: how to use the file and, unless it is `complete`, the parts of the plan that it lacks."""
     notes = [f"Written by memopt for {planned.model}. Use: {use}"]
@@ -347,7 +339,7 @@ KINDS = {
     "deepspeed": Kind(
         "deepspeed.json",
         ("zero2", "zero1", "zero3"),
-        _deepspeed,
+        lambda _, planned, sharding: json.dumps(_deepspeed_values(planned, sharding), indent=2) + "\n",
         "Give TrainingArguments(deepspeed=...) the batch, accumulation and bf16 or fp16 of deepspeed.json.",
     ),
     "fsdp": Kind("fsdp.yaml", ("fsdp",), _accelerate),

@@ -139,7 +139,9 @@ def patch_checkpoint(
     checkpoint, sites, driven = walk_source(checkpoint, rules, batch, trust_remote_code)
     plan = make_plan(sites, rules)
     _tell(plan, notes.tell, made_by_processor=driven if batch is None else None)
-    _check_rewrites(checkpoint, plan)
+    if plan.does_nothing:
+        message = f"Nothing in '{checkpoint.model}' is rewritten by recipe '{plan.recipe.name}': {plan.why_nothing}."
+        raise NegativeVerdict(message, None if plan.sites.ran else PASS_INPUTS)
     if not plan.folds():
         notes.tell(
             "No norm is folded, so no weight changes: the folder is a copy. memopt.patch(model) saves as much without "
@@ -150,12 +152,13 @@ def patch_checkpoint(
         return PatchResult(
             checkpoint, _check_files(checkpoint, plan, notes.tell), target, None, tuple(notes), tuple(sorted(emitted))
         )
+    file = Path(inputs).name if isinstance(inputs, str | Path) else None
     written = write_checkpoint(
         checkpoint,
         plan,
         target,
         force=force,
-        inputs=_record(inputs, driven),
+        inputs=None if driven is None else InputsRecord(file, describe(driven)),
         emitted=emitted,
         progress=progress,
         note=notes.tell,
@@ -360,12 +363,6 @@ def _tell(plan: Plan, note: Note, *, made_by_processor: Batch | None) -> None:
         note(PASS_INPUTS)
 
 
-def _check_rewrites(source: CheckpointSource, plan: Plan) -> None:
-    if plan.does_nothing:
-        message = f"Nothing in '{source.model}' is rewritten by recipe '{plan.recipe.name}': {plan.why_nothing}."
-        raise NegativeVerdict(message, None if plan.sites.ran else PASS_INPUTS)
-
-
 def _emitted(source: CheckpointSource, plan: Plan, out: Path, kinds: Iterable[str], note: Note) -> dict[str, bytes]:
     """The files for training engines, whose weights are in the dtype of the checkpoint."""
     dtype = source.config.get("dtype", source.config.get("torch_dtype"))
@@ -385,11 +382,3 @@ def _check_files(source: CheckpointSource, plan: Plan, note: Note) -> Plan:
     for norm, reason in folds.refused:
         note(f"{norm} is shared instead of folded: {reason}.")
     return folds.revise(plan)
-
-
-def _record(inputs: Mapping[str, Any] | str | Path | None, driven: Batch | None) -> InputsRecord | None:
-    """The form of the batch that the walk ran with, for the manifest."""
-    if driven is None:
-        return None
-    file = Path(inputs).name if isinstance(inputs, str | Path) else None
-    return InputsRecord(file, describe(driven))

@@ -14,7 +14,6 @@ from memopt.environment.files import model_folder
 from memopt.errors import UsageError
 
 if TYPE_CHECKING:
-    from memopt.checkpoint.sources.source import CheckpointSource
     from memopt.pipeline import PatchResult
 
 AdapterOption = Annotated[
@@ -110,7 +109,9 @@ def patch(
             force=force,
             dry_run=dry_run,
             emit=emit or (),
-            opened=_opened,
+            opened=lambda source: common.note(
+                f"Read {common.plural(len(source.tensors), 'tensor')} of {source.model}; observing its data flow"
+            ),
             progress=progress,
             note=lambda text: common.note(f"note: {text}"),
         )
@@ -149,10 +150,6 @@ def convert(command: str, adapter: Path, model: str, out: Path | None, *, json_o
             common.say("Next:", f"  memopt patch {common.quoted(model)} --out {common.quoted(result.base)}")
         common.say(f"In Python: PeftModel.from_pretrained({load}({result.base!r}), {str(result.out)!r})")
     return common.EXIT_OK
-
-
-def _opened(source: CheckpointSource) -> None:
-    common.note(f"Read {common.plural(len(source.tensors), 'tensor')} of {source.model}; observing its data flow")
 
 
 def _print(result: PatchResult, verbose: bool) -> None:

@@ -56,10 +56,10 @@ def checks_table(checks: Sequence[Check]) -> RenderableType:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         reasons: list[str] = []
-        for alike in _alike(same_level):
-            first = alike[0]
+        for _, same in groupby(same_level, key=_but_for_its_subject):
+            first, *others = alike = list(same)
             mark, style = _MARKS[first.status]
-            subject = first.subject if len(alike) == 1 else f"{first.subject} and {len(alike) - 1} more"
+            subject = f"{first.subject} and {len(others)} more" if others else first.subject
             reference = f"against: {first.reference}" if first.reference else ""
             rows = line(subject)
             for text in filter(None, (_number(first), first.detail, reference)):
@@ -98,13 +98,9 @@ _MARKS = {
 }
 
 
-def _alike(checks: Iterable[Check]) -> list[list[Check]]:
-    """Groups of checks: successive passed ones that differ only in their subject."""
-
-    def alike(check: Check) -> object:
-        return replace(check, subject="", n=0) if check.status == "pass" else id(check)
-
-    return [list(its) for _, its in groupby(checks, key=alike)]
+def _but_for_its_subject(check: Check) -> object:
+    """Equal for passed checks that differ only in their subject."""
+    return replace(check, subject="", n=0) if check.status == "pass" else id(check)
 
 
 def _number(check: Check) -> str:
