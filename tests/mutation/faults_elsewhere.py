@@ -47,7 +47,8 @@ ELSEWHERE: tuple[Fault, ...] = (
     ),
     Fault(
         "writer: --force replaces a folder that holds other files",
-        "foreign = sorted({_top(name) for name in found if name not in records and name != MANIFEST})",
+        'foreign = sorted({"".join(name.partition("/")[:2]) for name in found '
+        "if name not in records and name != MANIFEST})",
         "foreign: list[str] = []",
         _ATOMIC,
     ),

@@ -127,10 +127,6 @@ class _Stage:
             os.close(self.lock)
         return True
 
-    def abandon(self) -> None:
-        """Keep the stage, and remove its mark, so that no later run takes it for a leftover."""
-        (self.root / _MARK).unlink()
-
 
 def _make_stage(out: Path) -> _Stage:
     """A stage beside `out`, whose missing parents are made."""
@@ -243,7 +239,7 @@ def _publish(stage: _Stage, out: Path, files: Files | None, note: Note) -> None:
         try:
             remove_files(old, files)
         except OSError as error:
-            stage.abandon()
+            (stage.root / _MARK).unlink()  # so that no later run takes it for a leftover
             note(f"'{out}' was written; its old content is in '{old}': {error.strerror}.")
 
 

@@ -99,11 +99,10 @@ def patched_folder(folder: Path) -> PatchedFolder:
     is not), or its memopt.json is damaged or, without a memopt.json, its key."""
     if not (folder / "config.json").is_file():
         refuse_adapter(folder)
-    config = {} if (folder / MANIFEST).is_file() else _config(folder)
-    if CONFIG_KEY not in config:
+    if (folder / MANIFEST).is_file() or not is_patched(folder):
         manifest = read_manifest(folder)
         return PatchedFolder(folder, manifest, None, manifest.recipe)
-    key, recipe = _parse(folder, config[CONFIG_KEY])
+    key, recipe = _parse(folder, read_config(folder)[CONFIG_KEY])
     return PatchedFolder(folder, None, key, recipe)
 
 
@@ -142,13 +141,6 @@ def digest_of_affines(folds: Iterable[Fold], read: Callable[[str], bytes | bytea
         for name in fold.own:
             digest.update(read(name))
     return digest.hexdigest()
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        return read_config(folder)
-    except ModelError:
-        return {}  # without config.json and memopt.json the folder is not patched
 
 
 def _parse(folder: Path, value: Any) -> tuple[ConfigKey, Recipe]:

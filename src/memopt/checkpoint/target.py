@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def files_to_replace(out: Path, force: bool | None, state: str, *, all_digests: 
             f"'{out}' was not written by memopt, so --force does not replace it.", "Remove it yourself first."
         )
     found = list_files(out)
-    foreign = sorted({_top(name) for name in found if name not in records and name != MANIFEST})
+    foreign = sorted({"".join(name.partition("/")[:2]) for name in found if name not in records and name != MANIFEST})
     if foreign:
         raise OutputError(f"'{out}' has files that memopt did not write: {first_of(foreign)}.", _MOVE)
 
@@ -117,10 +116,12 @@ def files_to_replace(out: Path, force: bool | None, state: str, *, all_digests: 
 def list_files(folder: Path) -> Files:
     """All files and links below a folder; links are not followed."""
     found: Files = {}
-    for path in _walk(folder):
-        state = path.lstat()
-        times = (state.st_mtime_ns, state.st_ctime_ns)
-        found[path.relative_to(folder).as_posix()] = (state.st_dev, state.st_ino, state.st_size, *times)
+    for path, folders, files in os.walk(folder):
+        for name in (*files, *(name for name in folders if os.path.islink(os.path.join(path, name)))):
+            state = Path(path, name).lstat()
+            times = (state.st_mtime_ns, state.st_ctime_ns)
+            place = Path(path, name).relative_to(folder).as_posix()
+            found[place] = (state.st_dev, state.st_ino, state.st_size, *times)
     return found
 
 
@@ -142,17 +143,6 @@ def _records(folder: Path) -> dict[str, Any] | None:
     except (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return dict(records) if valid else None
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for path, folders, files in os.walk(folder):
-        for name in (*files, *(name for name in folders if os.path.islink(os.path.join(path, name)))):
-            yield Path(path, name)
-
-
-def _top(name: str) -> str:
-    first, slash, _ = name.partition("/")
-    return first + slash
 
 
 def _size(count: int) -> str:

@@ -96,7 +96,9 @@ def write_checkpoint(
             notes.tell(f"{norm} is shared instead of folded: {reason}.")
         plan = folds.revise(plan)
         copy_side_files(source, stage, notes.tell)
-        _write_config(source, plan, folds, stage)
+        affines = digest_of_affines(folds.folds, source.read_range)
+        key = config_key(source.model, source.root, source.commit, plan.recipe, folds.folds, affines)
+        (stage / "config.json").write_bytes(add_config_key((source.root / "config.json").read_bytes(), key))
         manifest = _manifest(source, plan, folds, shards, stage, workers, inputs)
         card, why_not = patched_card(source.root, manifest)
         if why_not:
@@ -220,12 +222,6 @@ def _links_out(source: CheckpointSource) -> Iterator[tuple[str, Path]]:
         target = (source.root / name).resolve()
         if not any(target.is_relative_to(folder) for folder in inside):
             yield name, target
-
-
-def _write_config(source: CheckpointSource, plan: Plan, folds: FoldPlan, stage: Path) -> None:
-    affines = digest_of_affines(folds.folds, source.read_range)
-    key = config_key(source.model, source.root, source.commit, plan.recipe, folds.folds, affines)
-    (stage / "config.json").write_bytes(add_config_key((source.root / "config.json").read_bytes(), key))
 
 
 def _write_files(contents: Mapping[str, bytes], manifest: Manifest, stage: Path) -> Manifest:

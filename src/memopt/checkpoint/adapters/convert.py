@@ -63,8 +63,8 @@ class _Conversion(Sides):
         if shifted and not config.get("lora_bias"):
             config |= {"lora_bias": True, "init_lora_weights": True}
             for part in self.lora():
-                rows = source.tensors[_pair(part)]
-                tensors[_bias(part)] = (rows.dtype, rows.shape[:1])
+                rows = source.tensors[_pair(part.key)]
+                tensors[rows.name.removesuffix("weight") + "bias"] = (rows.dtype, rows.shape[:1])
             notes.append(
                 "The norms have a bias, so the converted adapter has one too (lora_bias in its config): "
                 f"{first_of([str(part.module) for part in shifted], 2)}."
@@ -205,11 +205,6 @@ class _Conversion(Sides):
         return arithmetic.encode(found, source.tensors[part.key].dtype)
 
 
-def _pair(part: Part | str) -> str:
+def _pair(key: str) -> str:
     """Key of the matrix B that belongs to a LoRA matrix A, and of the A that belongs to a B."""
-    key = part if isinstance(part, str) else part.key
     return key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
-
-
-def _bias(part: Part) -> str:
-    return _pair(part).removesuffix("weight") + "bias"

@@ -47,7 +47,11 @@ class SafetensorsFiles(Weights):
         path = self._origins[info.shard]
         try:
             with open(path, "rb", buffering=0) as file:
-                _read_into(file.fileno(), buffer, info.offset + start, path)
+                view, offset = buffer, info.offset + start
+                while view:
+                    if not (count := os.preadv(file.fileno(), [view], offset)):
+                        raise ModelError(f"'{path}' became shorter while it was read.")
+                    view, offset = view[count:], offset + count
                 if len(buffer) >= _LARGE:  # part of a stream: let the disk read the next blocks meanwhile
                     end = info.offset + start + len(buffer)
                     os.posix_fadvise(file.fileno(), end, 2 * len(buffer), os.POSIX_FADV_WILLNEED)
@@ -68,12 +72,3 @@ def _check_index(path: Path, weight_map: Mapping[str, str], headers: Mapping[str
         for name in header.tensors:
             if weight_map.get(name) != shard:
                 raise ModelError(f"'{shard}' contains tensor '{name}', which '{path}' does not list there.")
-
-
-def _read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill `view` from position `offset` of an open file."""
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if count == 0:
-            raise ModelError(f"'{path}' became shorter while it was read.")
-        view, offset = view[count:], offset + count

@@ -120,7 +120,8 @@ def open_source(
     refuse_adapter(root)
     config = read_config(root)
     _check_named(root, config)
-    if not weights and not _has_weights(root):
+    suffixes = tuple(each.suffix for each in FORMATS)
+    if not weights and not any(path.name.endswith(suffixes) for path in root.iterdir()):
         opened: Weights = SafetensorsFiles((), None)  # they were not downloaded
     else:
         opened = _format_of(root, allow_pickle).open(root)
@@ -201,11 +202,6 @@ def _no_weights(root: Path) -> ModelError:
     if any(root.glob("adapter_model.*")):
         return ModelError(f"'{root}' holds an adapter only.", "Give the base model that it belongs to.")
     return ModelError(f"'{root}' has no '{SINGLE}' and no '{INDEX}'.", "Give the folder of a Hugging Face model.")
-
-
-def _has_weights(root: Path) -> bool:
-    suffixes = tuple(each.suffix for each in FORMATS)
-    return any(path.name.endswith(suffixes) for path in root.iterdir())
 
 
 def other_files(root: Path, known: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
