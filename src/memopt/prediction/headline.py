@@ -96,10 +96,6 @@ class Way:
         """`needs` as a number in the unit in which `gib` prints `total`."""
         return _number(self.needs) if self.total >= _GIB else _mebi(self.needs)
 
-    def saves_beside(self, stock: Way) -> bool:
-        """Whether this way takes less than `stock` by more than the allocator's rounding."""
-        return stock.total - self.total > _NOTHING * stock.total
-
     def by_what(self) -> dict[str, int]:
         """Bytes at the peak, in a user's words."""
         found = {name: sum(self.parts.get(part, 0) for part in parts) for name, parts in _GROUPS.items()}
@@ -182,7 +178,7 @@ class Headline:
     def _saved(self) -> str:
         before, after = self.stock.by_what(), self.patched.by_what()
         saved = self.stock.total - self.patched.total
-        if not self.patched.saves_beside(self.stock):
+        if saved <= _NOTHING * self.stock.total:
             return self._nothing()
         share = saved / self.stock.total
         number, unit = self._numbers()

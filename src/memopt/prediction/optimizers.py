@@ -209,10 +209,6 @@ def _fused(forms: Sequence[Form]) -> OptimizerTrace:
     return OptimizerTrace(tuple(states), ())
 
 
-def _offloaded(forms: Sequence[Form]) -> OptimizerTrace:
-    return _fused([form for form in forms if prod(form[0]) < _LEAST_OFFLOADED])
-
-
 def _bitsandbytes(
     forms: Sequence[Form], *, bits: int, paged: bool, wide: Sequence[bool] | None = None
 ) -> OptimizerTrace:
@@ -271,7 +267,7 @@ def _flash(forms: Sequence[Form]) -> OptimizerTrace:
 _FORMULAS: dict[str, Callable[[Sequence[Form]], OptimizerTrace]] = {
     "adamw-fused": _fused,
     "adamw-paged": partial(_bitsandbytes, bits=32, paged=True),
-    "adamw-offload": _offloaded,
+    "adamw-offload": lambda forms: _fused([form for form in forms if prod(form[0]) < _LEAST_OFFLOADED]),
     "adamw8bit-torchao": partial(_torchao, bits=8),
     "adamw4bit-torchao": partial(_torchao, bits=4),
     "flash-adamw": _flash,

@@ -13,7 +13,7 @@ import torch
 
 from memopt.prediction.allocator import least_limit, reserved
 from memopt.prediction.headline import gib
-from memopt.prediction.optimizers import EIGHT_BITS, Form, follow
+from memopt.prediction.optimizers import EIGHT_BITS, follow
 from memopt.prediction.setup import OPTIMIZERS, Setup
 from memopt.prediction.sharding import shard
 from memopt.saved.host import host_bytes
@@ -154,7 +154,7 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
         resident += [Storage(each.nbytes, each.part, each.module) for each in share.gradients]
         events = [*share.accumulating(), *step]
     elif setup.release_gradients:
-        events = [*share.released(lambda each: follow((_form(each),), setup, cuda).events)]
+        events = [*share.released(lambda each: follow(((each.shape, getattr(torch, each.dtype)),), setup, cuda).events)]
     else:
         events += [Event(each, False, "optimizer step") for each in share.gradients]
     return Prediction(
@@ -166,10 +166,6 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
         (*traced.notes, *_assumptions(traced, setup), *share.notes),
         traced,
     )
-
-
-def _form(gradient: Storage) -> Form:
-    return gradient.shape, getattr(torch, gradient.dtype)
 
 
 def _assumptions(traced: Trace, setup: Setup) -> list[str]:

@@ -176,11 +176,6 @@ class Measured:
         """The levels of the blocks for a combination of options in :meth:`model`."""
         return tuple((0, *its)[place] for place, its in zip(places, self.examples, strict=True))
 
-    def places(self, levels: Sequence[int]) -> tuple[int, ...]:
-        """The indices of the options in :meth:`model` that have these levels. Raises a ValueError if a level was not
-        measured."""
-        return tuple((0, *its).index(level) for level, its in zip(levels, self.examples, strict=True))
-
 
 def measure(
     levels: Levels, trace: Trace, ahead: Callable[[Sequence[Sequence[int]]], None] = lambda together: None
@@ -220,14 +215,11 @@ def _levels_of(runs: list[tuple[int, Sequence[int], Sequence[int]]], count: int)
 
 def _runs(levels: Sequence[int], places: Sequence[int]) -> Iterator[list[tuple[int, Sequence[int]]]]:
     """For each trace, the runs of `places` and the level of each: as few traces as runs of `_RUN` allow."""
-    for together in _batched(levels, max(1, len(places) // _RUN)):
+    size = max(1, len(places) // _RUN)
+    for together in (levels[start : start + size] for start in range(0, len(levels), size)):
         bounds = [len(places) * number // len(together) for number in range(len(together) + 1)]
         yield [(level, places[low:high]) for level, (low, high) in zip(together, pairwise(bounds), strict=True)]
 
 
 def _time(block: Block, card: Card) -> int:
     return sum(map(card.nanoseconds, block.operations))
-
-
-def _batched(levels: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (levels[start : start + size] for start in range(0, len(levels), size))
