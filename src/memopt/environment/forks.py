@@ -45,7 +45,11 @@ def each(work: Sequence[Callable[[], T]], begun: Callable[[int], object] = lambd
     of each function that this process begins."""
     count = min(processes(), len(work))
     if count < 2:
-        return [_told(do, begun, number) for number, do in enumerate(work)]
+        results = []
+        for number, do in enumerate(work):
+            begun(number)
+            results.append(do())
+        return results
     import multiprocessing
 
     context = multiprocessing.get_context("fork")
@@ -76,11 +80,6 @@ def each(work: Sequence[Callable[[], T]], begun: Callable[[int], object] = lambd
             process.join()
             receiver.close()
     return [done[number] if number in done else do() for number, do in enumerate(work)]
-
-
-def _told(do: Callable[[], T], begun: Callable[[int], object], number: int) -> T:
-    begun(number)
-    return do()
 
 
 def _claimed(

@@ -36,7 +36,7 @@ from memopt.walk.calls.batch import PASS_INPUTS
 from memopt.walk.models.attention import FLASH, switch, without_packages
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import config_nodes, one_line
-from memopt.walk.models.plain import plain_functions
+from memopt.walk.models.plain import exchanged, plain_functions
 from memopt.walk.sites import NormSite, Sites
 
 
@@ -44,13 +44,9 @@ from memopt.walk.sites import NormSite, Sites
 def quiet() -> Iterator[None]:
     """Inside, libraries give no warnings, and PyTorch logs no tracebacks of operations that fail on fake tensors."""
     logger = logging.getLogger(FakeTensor.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = before
+    with exchanged([(logger, "disabled", True)]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from memopt.environment.hub import hub_answers
 from memopt.torch_compat import tree_leaves
 from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.models.config import load_config, model_class
-from memopt.walk.models.plain import plain_functions
+from memopt.walk.models.plain import exchanged, plain_functions
 
 #: Share of the free memory that a reference run may take.
 _MEMORY_SHARE = 0.6
@@ -117,13 +117,12 @@ def quiet() -> Iterator[None]:
     """Inside it, transformers shows no progress bars, and memopt does not log each model that a check loads."""
     from transformers.utils import logging as of_transformers
 
-    logger, shown = logging.getLogger("memopt"), of_transformers.is_progress_bar_enabled()
-    before, logger.disabled = logger.disabled, True
+    shown = of_transformers.is_progress_bar_enabled()
     of_transformers.disable_progress_bar()
     try:
-        yield
+        with exchanged([(logging.getLogger("memopt"), "disabled", True)]):
+            yield
     finally:
-        logger.disabled = before
         if shown:
             of_transformers.enable_progress_bar()
 

@@ -81,11 +81,6 @@ class Pair:
                 own = self.dtypes.get(name.removeprefix(_PREFIX).replace(".base_layer.", "."))
                 each.data = each.data.to(torch.promote_types(dtype, own) if own else dtype)
 
-    def let_go(self) -> None:
-        """Free the gradients of both models."""
-        for model in (self.patched, self.stock):
-            model.zero_grad(set_to_none=True)
-
 
 def with_pair(trial: CheckpointTrial, run: Callable[[Pair], T], *settings: str) -> T | None:
     """The result of `run` on the small pair, patched with `settings`; None if fp32 does not fit into memory."""

@@ -104,8 +104,12 @@ class Comparison:
         if not np.array_equal(after.view(np.int64), expected.view(np.int64)):
             same = (after == expected) & (np.signbit(after) == np.signbit(expected))
             self.result.different += int((~(same | (np.isnan(after) & np.isnan(expected)))).sum())
-        if not isinstance(self._operation, Fill):
-            _count_range(self.result, before, after, self._dtype)
+        smallest, size = 2.0 ** _FORMATS[self._dtype][1], np.abs(after)
+        if isinstance(self._operation, Fill) or (size.min() >= smallest and size.max() < np.inf):
+            return
+        self.result.infinities += int((~np.isfinite(after) & np.isfinite(before)).sum())
+        self.result.zeros += int(((size == 0) & (before != 0)).sum())
+        self.result.subnormals += int(((size != 0) & (size < smallest) & (np.abs(before) >= smallest)).sum())
 
 
 def is_rounded_product(before: Bits, after: Bits, scale: Tensor) -> bool:
@@ -158,16 +162,6 @@ def decode(raw: bytes | bytearray | memoryview, dtype: str) -> Floats:
         return bits.view(np.float32).astype(np.float64)
     kinds: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
     return np.frombuffer(raw, dtype=kinds[dtype]).astype(np.float64)
-
-
-def _count_range(result: TensorComparison, before: Floats, after: Floats, dtype: str) -> None:
-    smallest = 2.0 ** _FORMATS[dtype][1]
-    size = np.abs(after)
-    if size.min() >= smallest and size.max() < np.inf:
-        return
-    result.infinities += int((~np.isfinite(after) & np.isfinite(before)).sum())
-    result.zeros += int(((size == 0) & (before != 0)).sum())
-    result.subnormals += int(((size != 0) & (size < smallest) & (np.abs(before) >= smallest)).sum())
 
 
 def _scale(source: CheckpointSource, operation: Scale, size: int) -> Floats:

@@ -53,8 +53,7 @@ _SOURCE = "fp64 run of stock modules on the same weights, block by block"
 
 def blocks_to_stream(trial: CheckpointTrial) -> tuple[tuple[str, ...], torch.dtype] | None:
     """The blocks of a model that does not fit into memory in fp64, and its stored dtype; None if it fits, or has no
-    repeated blocks.
-    """
+    repeated blocks."""
     sizes: dict[str, int] = {}
     for tensor in open_source(str(trial.source)).tensors.values():
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + prod(tensor.shape)

@@ -69,7 +69,8 @@ def _all(pair: Pair) -> list[Check]:
             pair.not_run[str(situation)] = "PEFT adapts none of its linears, or is not installed"
             continue
         found += _checks(pair, situation)
-        pair.let_go()
+        for model in (pair.patched, pair.stock):
+            model.zero_grad(set_to_none=True)
     if not found:
         return [_skipped(f"stock modules run in no situation: {next(iter(pair.not_run.values()))}")]
     return [*worst_of_each(found), _unproved(pair)]
