@@ -230,7 +230,7 @@ def measure(pair: Pair) -> Row:
         live = step.live_peak()
         allocated = step.resident() + _profiled(step.run)
     seconds = round(time.perf_counter() - begun, 1)
-    return Row(str(pair), found.peak.nbytes, live, allocated, found.moment, seconds)
+    return Row(str(pair), found.peak.nbytes, live, allocated, found.peak.moment, seconds)
 
 
 def config_of(pair: Pair) -> PreTrainedConfig:

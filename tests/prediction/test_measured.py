@@ -148,7 +148,7 @@ def test_an_optimizer_needs_room_for_each_released_gradient() -> None:
         assert bool(steps) == (name == "adafactor")
         assert {each.moment for each in steps} <= {"optimizer step"}
         held = max(each.nbytes for each in found.trace.gradients)
-        assert found.parts["gradients"] <= 2 * held
+        assert found.peak.parts["gradients"] <= 2 * held
         assert sum(event.change for event in found.events) == 0
     assert peaks["adafactor"] >= peaks["adamw-fused"]
 

@@ -38,7 +38,7 @@ def test_gradients_that_others_need_are_not_released(others: dict[str, Any]) -> 
 def test_a_step_frees_what_it_allocates_and_its_parts_add_up_to_the_peak() -> None:
     found = predicted("llama")
     assert sum(event.change for event in found.events) == 0
-    assert sum(found.parts.values()) == found.peak.nbytes
+    assert sum(found.peak.parts.values()) == found.peak.nbytes
     at_peak = sum(each.nbytes for each in (*found.resident, *found.peak.alive))
     assert at_peak == found.peak.nbytes
 

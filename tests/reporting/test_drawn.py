@@ -115,9 +115,9 @@ def test_the_chart_has_the_predicted_peak_and_its_parts(predictions: list[Predic
         assert drawn.name == "stock"
         assert drawn.peak == prediction.peak.nbytes == sum(drawn.at_peak.values())
         at_top = {part: values[drawn.top] for part, values in drawn.live.items()}
-        assert at_top == prediction.parts
+        assert at_top == prediction.peak.parts
         assert [name for name, _ in drawn.phases] == ["forward", "backward", "optimizer"]
-        assert prediction.where in drawn.where
+        assert prediction.peak.where in drawn.where
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 5000])

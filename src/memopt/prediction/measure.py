@@ -74,7 +74,7 @@ def compare(of: Step, setup: Setup | None = None) -> Comparison:
             f"The step takes {found.peak.nbytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are available.",
             "Use a smaller --batch or --seq, or leave --measure out.",
         )
-    return Comparison(found.moment, found.peak.nbytes, found.reserved, measure(of, setup))
+    return Comparison(found.peak.moment, found.peak.nbytes, found.reserved, measure(of, setup))
 
 
 def check_measurable(setup: Setup) -> None:

@@ -17,7 +17,7 @@ from memopt.prediction.optimizers import EIGHT_BITS, follow
 from memopt.prediction.setup import OPTIMIZERS, Setup
 from memopt.prediction.sharding import shard
 from memopt.saved.host import host_bytes
-from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_of
+from memopt.trace.events import Event, Peak, Storage, Trace, peak_of
 from memopt.trace.trace import trace
 from memopt.trace.training import Step, Training
 from memopt.walk.models.alike import places
@@ -43,21 +43,6 @@ class Prediction:
     peak: Peak
     assumptions: tuple[str, ...]
     trace: Trace = field(repr=False)
-
-    @property
-    def moment(self) -> Moment:
-        """The part of the step with the peak."""
-        return self.peak.moment
-
-    @property
-    def where(self) -> str:
-        """The module that allocates at the peak."""
-        return self.peak.where
-
-    @property
-    def parts(self) -> dict[Part, int]:
-        """Bytes of each part at the peak."""
-        return self.peak.parts
 
     @cached_property
     def reserved(self) -> int:

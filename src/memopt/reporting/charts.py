@@ -52,10 +52,11 @@ def chart(name: str, prediction: Prediction) -> Chart:
     for storage in (*prediction.resident, *prediction.peak.alive):
         place = "blocks" if f"{storage.module}.".startswith(blocks) else storage.module
         at_peak[storage.part, place] += storage.nbytes
-    where = f" of {prediction.where}" if prediction.where else ""
+    peak = prediction.peak
+    where = f" of {peak.where}" if peak.where else ""
     return Chart(
         name,
-        f"in {_MOMENTS.get(prediction.moment, prediction.moment)}{where}",
+        f"in {_MOMENTS.get(peak.moment, peak.moment)}{where}",
         len(events),
         tuple(phases),
         tuple(shown),

@@ -279,7 +279,7 @@ def _too_small(task: Task, whole: _Route, budget: int, *, approximate: bool) -> 
     }
     (_, rows), least = min(totals.items(), key=lambda item: item[1].total)
     need = least.total + math.ceil(task.margin * least.reserved)
-    parts = least.parts
+    parts = least.peak.parts
     fixed = sum(size for part, size in parts.items() if part in _FIXED)
     exchanged = parts.get("communication", 0)
     micro = f" in micro-batches of {rows}" if rows < whole.rows else ""
