@@ -381,4 +381,4 @@ def _check_files(source: CheckpointSource, plan: Plan, note: Note) -> Plan:
     folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases, source.renamed)
     for norm, reason in folds.refused:
         note(f"{norm} is shared instead of folded: {reason}.")
-    return folds.revise(plan)
+    return plan.without_folds(dict(folds.refused))

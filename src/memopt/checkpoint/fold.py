@@ -165,10 +165,6 @@ class FoldPlan:
         refused = tuple((fold.norm, dropped[fold.norm]) for fold in self.folds if fold.norm in dropped)
         return FoldPlan(kept, self.refused + refused)
 
-    def revise(self, plan: Plan) -> Plan:
-        """`plan` without the refused folds."""
-        return plan.without_folds(dict(self.refused))
-
 
 def map_names(names: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
     """Parameter name -> name in the files, for the parameters that the files have. Names are equal, or differ by the

@@ -71,10 +71,6 @@ class _Norm:
     kept: Mask
     """True for channels that keep the folded form."""
 
-    def factor(self) -> Floats:
-        """The factor for the readers' weights; infinite or NaN where the restored scale is zero."""
-        return self.scale / self.restored_scale
-
     def keeping(self, kept: Mask) -> _Norm:
         return replace(
             self,
@@ -208,7 +204,9 @@ class _Unfolding:
         factor, free = np.ones(size), np.ones(size, dtype=bool)
         for part in operation.parts:
             norm, count = self.norms.get(part.gamma), prod(self.source.tensors[part.gamma].shape)
-            factor *= spread(np.ones(count) if norm is None else norm.factor(), size, part.channels, neutral=1.0)
+            # Infinite or NaN where the restored scale is zero.
+            quotient = np.ones(count) if norm is None else norm.scale / norm.restored_scale
+            factor *= spread(quotient, size, part.channels, neutral=1.0)
             own = np.zeros(count) if norm is None else norm.identity & ~norm.kept
             free &= spread(own.astype(np.float64), size, part.channels, neutral=1.0) > 0
         width, width_before = (DTYPE_BITS[each.dtype] // 8 for each in (info, before))

@@ -94,7 +94,7 @@ def write_checkpoint(
         folds, shards = _write_shards(source, folds, stage, workers)
         for norm, reason in folds.refused:
             notes.tell(f"{norm} is shared instead of folded: {reason}.")
-        plan = folds.revise(plan)
+        plan = plan.without_folds(dict(folds.refused))
         copy_side_files(source, stage, notes.tell)
         affines = digest_of_affines(folds.folds, source.read_range)
         key = config_key(source.model, source.root, source.commit, plan.recipe, folds.folds, affines)

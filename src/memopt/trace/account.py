@@ -36,17 +36,9 @@ class Blocks:
         self.unit = 0
         """Bytes of the first block's input in the compute dtype."""
         self._names = frozenset(names)
-        self._calls: list[int] = []
+        self.calls: list[int] = []
+        """For each call of a block that has begun, the number of calls of modules until then."""
         self._called: dict[int, str] = {}
-
-    @property
-    def entered(self) -> int:
-        """How many calls of blocks have begun."""
-        return len(self._calls)
-
-    def entered_before(self, save: Save) -> int:
-        """Number of calls of blocks that had begun at `save`."""
-        return bisect_right(self._calls, save.modules_entered)
 
     def of(self, save: Save) -> str:
         """The innermost block that was running at `save`, or whose checkpoint saved; empty outside the blocks.
@@ -68,7 +60,7 @@ class Blocks:
 
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
         if name in self._names:
-            self._calls.append(self.observer.modules.entered)
+            self.calls.append(self.observer.modules.entered)
             self._called[self.observer.modules.entered] = name
             self.unit = self.unit or _hidden_bytes(args)
 
@@ -242,7 +234,7 @@ def _described(
     savers = tuple(dict.fromkeys((save.module, save.operation) for save in saves))
     first = saves[0]
     original = tracker.birth(first.instead_of)
-    block, entered = running.of(first), running.entered_before(first)
+    block, entered = running.of(first), bisect_right(running.calls, first.modules_entered)
     part: Part
     if len({running.of(save) for save in saves} - {""}) > 1:
         part = "shared"
@@ -251,7 +243,7 @@ def _described(
     elif entered == 0:
         part = "embeddings"
     else:
-        part = "head" if entered == running.entered else "between"
+        part = "head" if entered == len(running.calls) else "between"
     return SavedStorage(
         nbytes=nbytes,
         dtype=birth.dtype,
