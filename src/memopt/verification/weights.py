@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,13 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
     folds = tuple(record.fold for record in manifest.folds)
     source, missing = _open_original(manifest, against)
     misfits = [] if source is None else list(FoldPlan(folds).misfits(source.tensors))
-    reading = _Reading({}, {})
+    digests, comparisons = dict[Path, str](), dict[str, TensorComparison]()
     if source is not None:
-        reading = _read_both(source, patched, {} if misfits else FoldPlan(folds).operations())
-    checks = [_check_files(folder, manifest, files_of(patched), reading.digests)]
+        digests, comparisons = _read_both(source, patched, {} if misfits else FoldPlan(folds).operations())
+    checks = [_check_files(folder, manifest, files_of(patched), digests)]
     checks.append(_check("headers", str(folder), "pass", n=len(patched.shards), detail="shard headers and index agree"))
     if source is not None:
-        source, found = _check_original(manifest, source, reading.digests, given=against is not None)
+        source, found = _check_original(manifest, source, digests, given=against is not None)
     else:
         found = _check("source", manifest.source.model, "skip", detail=missing)
     others = _check_others(manifest, source, given=against is not None)
@@ -63,26 +62,23 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
     if misfits:
         named = f"memopt.json has folds that these tensors do not allow: {first_of(misfits)}"
         return [*checks, _check("fold", "folded tensors", "fail", detail=named)]
-    return checks + _check_tensors(folds, reading.comparisons)
+    return checks + _check_tensors(folds, comparisons)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """Hashes of the weight files of both checkpoints, and comparisons of their tensors."""
-
-    digests: dict[Path, str]
-    """SHA-256 of the patched shards, and of the source's that have the same layout."""
-    comparisons: dict[str, TensorComparison]
-    """Tensor -> its comparison, for every tensor that both have in the same dtype and shape."""
+#: SHA-256 of the patched shards, and of the source's that have the same layout; and tensor -> its comparison, for every
+#: tensor that both have in the same dtype and shape.
+_Reading = tuple[dict[Path, str], dict[str, TensorComparison]]
 
 
 def _read_both(source: CheckpointSource, patched: CheckpointSource, operations: Mapping[str, Operation]) -> _Reading:
     """Read and compare; `operations`: tensor -> the operation on it; all other tensors are unchanged."""
-    reading = _Reading({}, {})
+    reading: _Reading = ({}, {})
     with ThreadPoolExecutor(2, thread_name_prefix="memopt") as pool:
-        for part in pool.map(lambda shard: _read_shard(source, patched, shard, operations), patched.shards):
-            reading.digests.update(part.digests)
-            reading.comparisons.update(part.comparisons)
+        for digests, comparisons in pool.map(
+            lambda shard: _read_shard(source, patched, shard, operations), patched.shards
+        ):
+            reading[0].update(digests)
+            reading[1].update(comparisons)
     return reading
 
 
@@ -116,7 +112,7 @@ def _read_shard(
     found = {shard.origin: mine}
     if hashed and twin is not None:
         found[twin.origin] = theirs
-    return _Reading(found, comparisons)
+    return found, comparisons
 
 
 def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digests: Mapping[Path, str]) -> Check:
