@@ -36,9 +36,8 @@ class Blocks:
         self.unit = 0
         """Bytes of the first block's input in the compute dtype."""
         self._names = frozenset(names)
-        self.calls: list[int] = []
-        """For each call of a block that has begun, the number of calls of modules until then."""
-        self._called: dict[int, str] = {}
+        self.called: dict[int, str] = {}
+        """For each call of a block that has begun: the number of calls of modules until then -> the block."""
 
     def of(self, save: Save) -> str:
         """The innermost block that was running at `save`, or whose checkpoint saved; empty outside the blocks.
@@ -48,7 +47,7 @@ class Blocks:
         running = next((name for name in reversed(save.modules) if name in self._names), "")
         if running or save.operation != CHECKPOINT:
             return running
-        return self._called.get(save.modules_entered + 1, "")
+        return self.called.get(save.modules_entered + 1, "")
 
     def saved(self) -> Iterable[tuple[torch.UntypedStorage, list[Save]]]:
         """The storages that autograd still holds, each with its saves in order, in order of their first save."""
@@ -60,8 +59,7 @@ class Blocks:
 
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
         if name in self._names:
-            self.calls.append(self.observer.modules.entered)
-            self._called[self.observer.modules.entered] = name
+            self.called[self.observer.modules.entered] = name
             self.unit = self.unit or _hidden_bytes(args)
 
 
@@ -234,7 +232,7 @@ def _described(
     savers = tuple(dict.fromkeys((save.module, save.operation) for save in saves))
     first = saves[0]
     original = tracker.birth(first.instead_of)
-    block, entered = running.of(first), bisect_right(running.calls, first.modules_entered)
+    block, entered = running.of(first), bisect_right(list(running.called), first.modules_entered)
     part: Part
     if len({running.of(save) for save in saves} - {""}) > 1:
         part = "shared"
@@ -243,7 +241,7 @@ def _described(
     elif entered == 0:
         part = "embeddings"
     else:
-        part = "head" if entered == len(running.calls) else "between"
+        part = "head" if entered == len(running.called) else "between"
     return SavedStorage(
         nbytes=nbytes,
         dtype=birth.dtype,
