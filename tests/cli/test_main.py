@@ -130,7 +130,7 @@ def test_version_is_the_packages(memopt: Memopt) -> None:
         (["--nope"], "--nope"),
         (["report", ".", "--batch", "0"], "'--batch': Input should be greater than or equal to 1. See"),
         (["report", ".", "--longest"], "not about given inputs. Add --gpu CARD."),
-        (["report", ".", "--longest", "--gpu", "t4", "--inputs", "x.pt"], "not about given inputs. Leave out --inputs."),
+        (["report", ".", "--longest", "--gpu", "t4", "--inputs", "x.pt"], "given inputs. Leave out --inputs."),
         (["recipes", "exat"], "Did you mean 'exact'?"),
         (["patch", ".", "--recipe", "exat"], "Did you mean 'exact'?"),
         (["patch", ".", "--set", "norms.fild=none"], "Did you mean 'fold'?"),
