@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.prune import l1_unstructured
 from transformers import DebertaV2Config, DebertaV2Model
 
 import memopt
@@ -139,6 +140,8 @@ def with_computed_weights(kind: str, name: str = "llama") -> nn.Module:
             spectral_norm(module)
         elif kind == "noise":
             parametrize.register_parametrization(module, "weight", Drop())
+        elif kind == "pruned":
+            l1_unstructured(module, "weight", 0.3)
         elif kind != "plain":
             module.__class__ = CLASSES[kind]
     return model
@@ -154,7 +157,7 @@ def kept(model: nn.Module, name: str) -> int:
     return account(model, run).total
 
 
-KINDS = ["weight norm", "spectral norm", "noise", *CLASSES]
+KINDS = ["weight norm", "spectral norm", "noise", "pruned", *CLASSES]
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -187,19 +190,59 @@ def test_a_model_of_computed_weights_trains_as_in_stock(kind: str, recipe: str, 
         assert (b.grad - a.grad).norm() <= ERROR[name] * largest
 
 
-def test_a_head_of_a_computed_weight_has_whole_logits_and_no_such_linear_is_sampled() -> None:
+@pytest.mark.parametrize("kind", ["weight norm", "hidden product"])
+def test_a_head_of_a_computed_weight_has_whole_logits_and_no_such_linear_is_sampled(kind: str) -> None:
     model = tiny_model("llama").train()
-    weight_norm(model.lm_head)
-    plan = memopt.plan_for(model)
-    (head,) = [site for site in plan.sites.linears if site.module == "lm_head"]
+    if kind == "weight norm":
+        weight_norm(model.lm_head)
+    else:
+        model.lm_head.__class__ = HiddenProduct
+    sites = memopt.plan_for(model).sites
+    (head,) = [site for site in sites.linears if site.module == "lm_head"]
     assert head.computed
-    assert not any(each.computed for each in plan.sites.linears if each is not head)
-    assert plan.sites.loss_heads == ()
-    sampled = memopt.plan_for(with_computed_weights("standardised"), "wta-crs")
+    assert not any(each.computed for each in sites.linears if each is not head)
+    assert sites.loss_heads == ()
+    assert not sites.notes
+    sampled = memopt.plan_for(with_computed_weights(kind), "wta-crs")
     assert not sampled.chosen("linear", "sample")
-    assert {
-        entry.reason for entry in sampled.refusals if entry.kind == "linear" and "self_attn.o_proj" in entry.site
-    } == {"its weight is computed anew in each forward"}
+    refusals = [each for each in sampled.refusals if each.kind == "linear" and "self_attn.o_proj" in each.site]
+    assert {each.reason for each in refusals} == {"each forward computes its weight anew, or hides the product"}
+
+
+class Called(nn.Module):
+    """A linear that its parent calls with another weight, as models do whose weights other modules compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up: Tensor = torch.func.functional_call(self.up, {"weight": self.up.weight.tanh()}, (self.norm(x),))
+        return x + self.down(self.act(up))
+
+
+class LowRank(nn.Linear):
+    """Its own weight has no part in what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.left, self.right = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.left @ self.right, self.bias)
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (Called(), [("up.weight", True), ("down.weight", False)]),
+        (nn.Sequential(LowRank(), nn.Linear(8, 8)), [("0.left", True), ("1.weight", False)]),
+    ],
+)
+def test_a_product_is_one_linear_whoever_computes_its_weight(model: nn.Module, found: list[tuple[str, bool]]) -> None:
+    sites = memopt.plan_for(model, inputs={"x" if isinstance(model, Called) else "input": torch.randn(2, 3, 8)}).sites
+    assert sites.ran
+    assert [(site.parameter, site.computed) for site in sites.linears] == found
 
 
 def test_attention_to_what_parameters_give_is_no_linear() -> None:

@@ -226,7 +226,7 @@ def _parts(value: Any, seen: dict[int, int]) -> Iterator[str]:
         for item in sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value:
             yield from _parts(item, seen)
     elif isinstance(value, Mapping):
-        yield f"mapping of {len(value)}"
+        yield f"{type(value).__name__} of {len(value)}"  # code that is trusted is in a class of its own
         for key, item in value.items():
             yield repr(key)
             yield from _parts(item, seen)

@@ -303,8 +303,13 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             # Looked up at every call, because a tool may replace the forward of the class later.
             stock = cls.forward
             state = self.__dict__.get(_STATE, _NOTHING)
-            if state is _NOTHING or not (wraps_any or (stock is known and not _any_nested(args, kwargs))):
+            if state is _NOTHING or not (stock is known or wraps_any):
                 return stock(self, *args, **kwargs)
+            if not wraps_any:  # no operator and no proof is for tensors with rows of different lengths
+                for given in (args, kwargs.values()):
+                    for value in given:
+                        if isinstance(value, Tensor) and value.is_nested:
+                            return stock(self, *args, **kwargs)
             reads = self.__dict__.get(_READS)
             if reads is not None and not is_compiling() and not reads.hold(self):
                 return stock(self, *args, **kwargs)
@@ -330,14 +335,6 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
         }
         _classes[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
     return _classes[key]
-
-
-def _any_nested(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a tensor among these has rows of different lengths. No operator and no proof is for such tensors."""
-    for value in args:  # a loop costs a third of `any`
-        if isinstance(value, Tensor) and value.is_nested:
-            return True
-    return bool(kwargs) and any(isinstance(value, Tensor) and value.is_nested for value in kwargs.values())
 
 
 def _rebuild(cls: type[nn.Module], forward: Forward) -> nn.Module:

@@ -129,7 +129,9 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
     for module in clone.modules():
         # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
         for hooks in module_hooks(module):
+            own = {key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils.")}
             hooks.clear()
+            hooks.update(own)  # a weight norm's, or a pruned weight's: they compute it
         # Wrappers of trainers and parallel plans may call the live module's forward; accelerate's moves tensors.
         forward = vars(module).get("forward")
         wraps = "_old_forward" in vars(module) or is_parallel_forward(forward)
@@ -199,6 +201,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
     # Modules of other sites are left out of `chained`: other patches rewrite them.
     known = {each.name for each in norms} | {each.name for each in observed.functions}
     known |= {each.name for each in gated if each.form is not None} | {x.name for x in activations if x.is_module}
+    unknown = [x.parameter for x in linears if x.parameter not in observed.inputs and not x.computed]
     blocks = find_blocks(model, {n.name for n in norms}, owners, mode.visited)
     sites = Sites(
         model_class=type(model).__name__,
@@ -216,7 +219,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
         read_through_caches=observed.caches.of(blocks),
         hidden_size=_hidden_size(config, norms),
         skipped=tuple(skipped.items()),
-        notes=tuple(_notes(observed, norms, [x.parameter for x in linears if x.parameter not in observed.inputs])),
+        notes=tuple(_notes(observed, norms, unknown)),
         unseen=_unseen(model, observed),
         traces=tuple(observed.traces),
     )

@@ -228,7 +228,8 @@ class LinearSite:
     width: int = 0
     """Channels of its input; 0 where it did not run."""
     computed: bool = False
-    """Whether each forward computes the weight from `parameter`, as weight norms and quantisation-aware training do."""
+    """Whether each forward computes the weight from `parameter` (a weight norm, quantisation-aware training), or hides
+    the product (float8 training)."""
     bias: str | None = None
     fed_by: str | None = None
     """Producer of the input: a norm or activation module, a gated MLP, a weight, or None."""

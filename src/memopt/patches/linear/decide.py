@@ -94,7 +94,7 @@ def _objection(site: LinearSite, plan: PlanView) -> str | None:
     if len(site.shape) != 2:
         return "its weight is not one matrix, so no module computes it alone"
     if site.computed:
-        return "its weight is computed anew in each forward"
+        return "each forward computes its weight anew, or hides the product"
     if not site.output_module:
         return "no module computes it from the input alone, or no training forward has reached it"
     if any(activation.source == site.parameter for activation in plan.chosen("activation", "code")):

@@ -141,7 +141,7 @@ def _not_sampled(site: LinearSite, plan: PlanView, rewritten: Mapping[str, Entry
     if not (targeted and plan.recipe.selects(site.module)):
         return EXCLUDED
     if site.computed:
-        return "its weight is computed anew in each forward"
+        return "each forward computes its weight anew, or hides the product"
     if len(site.shape) != 2:
         return "its weight is not one matrix: the rows of its input are not tokens"
     if not any(is_inside(site.module, block) for block in sites.blocks):

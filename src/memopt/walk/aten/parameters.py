@@ -70,8 +70,9 @@ class ParameterTable:
             if other is not parameter:
                 self.overlapping |= {id(other), id(parameter)}
         self._copies: dict[int, tuple[Tensor, ParameterView]] = {}
+        self._buffers = {id(buffer) for buffer in model.buffers()}
         self._computed: dict[int, tuple[Tensor, nn.Parameter | None]] = {}
-        """Tensors computed from parameters and constants alone, each with the largest of the parameters."""
+        """Tensors computed from parameters, buffers and constants alone, each with the largest of the parameters."""
 
     def name(self, parameter: nn.Parameter, module: str = "") -> str:
         """Name of `parameter`; of a tied one, the name inside `module`."""
@@ -105,14 +106,14 @@ class ParameterTable:
         return self._computed[id(tensor)][1] if id(tensor) in self._computed else None
 
     def compute(self, call: OpCall) -> None:
-        """Follow an op whose tensors are parameters, constants, and what was computed from them."""
+        """Follow an op whose tensors are parameters, buffers, constants, and what was computed from them."""
         found: list[nn.Parameter] = []
         for tensor in call.tensors:
             view = self.view(tensor)
             parameter = self.computed_from(tensor) if view is None else view.parameter
             if parameter is not None:
                 found.append(parameter)
-            elif tensor.numel() > 1 and id(tensor) not in self._computed:
+            elif tensor.numel() > 1 and id(tensor) not in self._computed and id(tensor) not in self._buffers:
                 for out in call.outputs:  # written in place
                     self._computed.pop(id(out), None)
                 return

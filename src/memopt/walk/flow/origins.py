@@ -72,8 +72,8 @@ class Labels:
         self._activations: dict[str, _Activation] = {}
         self._gated: dict[str, _Gated] = {}
         self._linears: dict[str, LinearSite] = {}
-        self._hidden: set[str] = set()
-        """Weights whose product no operation showed."""
+        self.hidden: set[str] = set()  # weights whose product no operation showed
+        self.products = 0  # recorded so far
         self._readers: dict[int, dict[str, None]] = {}
         self._shared: dict[str, dict[str, None]] = {}
         self._alive: list[Tensor] = []
@@ -104,7 +104,9 @@ class Labels:
         self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str, *, computed: bool = False
     ) -> None:
         """Record that `source` was contracted with the parameter `weight`, or with a tensor `computed` from it."""
-        self._linears.setdefault(weight, LinearSite(weight, module, shape, source.shape[-1], computed=computed))
+        self.products += 1
+        site = self._linears.setdefault(weight, LinearSite(weight, module, shape, source.shape[-1]))
+        self._linears[weight] = replace(site, computed=computed or site.computed)
         if self.training:
             return
         origin = self._origin(source)
@@ -120,12 +122,10 @@ class Labels:
         if isinstance(output, Tensor):
             self._set(output, _Origin("linear", weight, (id(output),)))
 
-    def linear(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
-        """Record that `module`, a linear, ran, if its code hides the product (float8 training multiplies casts)."""
-        if weight not in self._linears:
-            self._hidden.add(weight)
-        if weight in self._hidden and isinstance(output, Tensor):
-            self.contraction(weight, shape, source, output, module)
+    def hidden_product(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Tensor, module: str) -> None:
+        """Record that `module`, a linear whose code hides the product, ran (float8 training multiplies casts)."""
+        self.hidden.add(weight)
+        self.contraction(weight, shape, source, output, module, computed=True)
 
     def bias(self, weight: str, bias: str) -> None:
         self._linears[weight] = replace(self._linears[weight], bias=bias)

@@ -46,6 +46,8 @@ class ShadowMode(TorchDispatchMode):
         self._modules = dict(model.named_modules())
         self._shadows: dict[int, tuple[Tensor, Shadow]] = {}
         self._stack: list[str] = []
+        self._products: dict[str, int] = {}
+        """Running module -> how many products had been recorded when it began."""
         self._call: Call | None = None
         self._paused = False
         self._next_id = 0
@@ -110,6 +112,8 @@ class ShadowMode(TorchDispatchMode):
         if self._call is None:
             return  # a trial call, which is not observed
         self._stack.append(name)
+        if self.labels is not None:
+            self._products[name] = self.labels.products
         self.visited.setdefault(name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -117,13 +121,20 @@ class ShadowMode(TorchDispatchMode):
             return
         while self._stack and self._stack.pop() != name:
             pass
-        weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
-        if self.labels is not None and weight is not None and args and isinstance(args[0], Tensor):
-            self.labels.linear(self.parameters.name(weight, name), tuple(weight.shape), args[0], output, name)
+        if self.labels is not None and self._products.pop(name, None) == self.labels.products:
+            self._hidden_product(self.labels, name, module, args, output)
         # The output of an inner model may be used alone, so a fold that changes it is a caution.
         if name != self._call.part and isinstance(output, Mapping) and "last_hidden_state" in output:
             with self.unobserved():
                 self._outputs(output, name, auxiliary=output)
+
+    def _hidden_product(self, labels: Labels, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Tell `labels` if `module`, in which no product was seen, is a linear."""
+        x, weight = args[0] if args else None, module._parameters.get("weight")  # an attribute may be computed
+        if weight is None or id(weight) not in self.parameters.names or not isinstance(module, nn.Linear):
+            return
+        if isinstance(x, Tensor) and isinstance(output, Tensor) and not self.parameters.is_constant(x):
+            labels.hidden_product(self.parameters.name(weight, name), tuple(weight.shape), x, output, name)
 
     def _activated(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._call is None or self.labels is None:

@@ -66,7 +66,7 @@ def observe(
             if with_branches:
                 calls = Calls([*calls, *branches.lengths(model, inputs)], calls.errors)
             unseen = branches.take(model)  # empty without branches: `run` noted nothing
-        weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
+        weights = [x.parameter for x in labels.linear_sites() if x.parameter not in labels.hidden] if labels else []
         uses, functions, chained = input_uses(model, calls, weights, mode.parameters)
     traces = [*((call.label, "ok") for call in calls), *calls.errors]
     return Observed(mode, lookalikes, calls, traces, uses, functions, chained, caches, unseen)
