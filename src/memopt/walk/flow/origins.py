@@ -106,7 +106,8 @@ class Labels:
         """Record that `source` was contracted with the parameter `weight`, or with a tensor `computed` from it."""
         self.products += 1
         site = self._linears.setdefault(weight, LinearSite(weight, module, shape, source.shape[-1]))
-        self._linears[weight] = replace(site, computed=computed or site.computed)
+        if computed and not site.computed:
+            self._linears[weight] = replace(site, computed=True)
         if self.training:
             return
         origin = self._origin(source)
@@ -160,10 +161,8 @@ class Labels:
 
     def _head(self, logits: Tensor, dimensions: int, *, of_the_model: bool = True, read: int = 0) -> None:
         """Record the linear that computed `logits`, if any, as a head; the last `read` operations are the loss's."""
-        if (found := self._logits(logits)) is not None:
+        if (found := self._logits(logits)) is not None and not self._linears[found[0]].computed:
             weight, operations = found
-            if self._linears[weight].computed:
-                return
             head = (dimensions, of_the_model, logits.shape[-1], operations[: len(operations) - read])
             self._heads[weight] = max(head, self._heads.get(weight, head))
 
