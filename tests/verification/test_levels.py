@@ -215,6 +215,20 @@ def test_a_linear_that_saves_what_it_could_recompute_fails_memory_by_name(folder
     assert found["memory.recomputed"].subject == "bert.encoder.layer.0.intermediate.intermediate_act_fn"
 
 
+def test_rotated_queries_and_keys_that_are_saved_fail_memory_by_block(tmp_path, monkeypatch):
+    # Attention saves them, and no linear: only a scope tells that they can be computed again from the norm's x_hat.
+    tiny_model("qwen3", torch.float32).save_pretrained(tmp_path / "qwen3")
+    patch_checkpoint(tmp_path / "qwen3", tmp_path / "patched")
+
+    def failed() -> list[tuple[str, str]]:
+        checks = verify(tmp_path / "patched", level="memory").checks
+        return [(check.id, check.subject) for check in checks if check.status == "fail"]
+
+    assert failed() == []
+    monkeypatch.setattr(scope_patch, "run_in_scope", lambda scope, run, module, *args, **kw: run(module, *args, **kw))
+    assert failed() == [("memory.recomputed", "model.layers.0")]
+
+
 class _Seen:
     """An autograd context with other attributes."""
 

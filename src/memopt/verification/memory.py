@@ -24,8 +24,10 @@ from memopt.patches.base import PlanView
 from memopt.patches.capabilities import Checks, Output
 from memopt.patches.checks import Check, limited, skipped, worst_name
 from memopt.patches.record import record_of
-from memopt.patches.registry import having
+from memopt.patches.registry import having, patches
+from memopt.patches.scope import choose_scopes
 from memopt.patches.swap import is_swapped
+from memopt.saved.scope import RecomputeScope
 from memopt.trace.account import Account, account, live_by_module, live_bytes
 from memopt.trace.arguments import PRECISIONS
 from memopt.trace.trace import trace_account
@@ -35,7 +37,7 @@ from memopt.verification.models import cast_inputs, load_patched, load_run_free,
 from memopt.verification.trial import CheckpointTrial, loss_of
 from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
-from memopt.walk.sites import Sites
+from memopt.walk.sites import Sites, is_inside
 
 #: Share by which prediction and measurement may differ, to pass and to fail; PyTorch's tests of its own memory tracker
 #: tolerate 10 %.
@@ -62,6 +64,8 @@ class _Patched:
     """The saved tensors of the patched model, and its plan."""
 
     account: Account
+    in_scopes: Account
+    """The same with a scope around each block that the check opens itself, whatever the patched code opens."""
     live: int
     plan: PlanView | None
     modules: frozenset[str]
@@ -86,8 +90,13 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
         if live != measured.saved and not measured.hidden_in:
             measured = replace(measured, hidden_in=_hidden_in(model, run, measured))
         record = record_of(model)
+        plan = None if record is None else record.plan
         swapped = frozenset(name for name, module in model.named_modules() if is_swapped(module))
-        return _Patched(measured, live, None if record is None else record.plan, swapped)
+        if plan is None:
+            return _Patched(measured, measured, live, plan, swapped)
+        with _in_scopes(model, plan):
+            in_scopes = account(model, run, blocks=sites.blocks, sites=sites)
+        return _Patched(measured, in_scopes, live, plan, swapped)
 
     stock = load_run_free(trial.stock, run_stock)
     probes, driven, sites = stock.probes, stock.driven, stock.sites
@@ -177,6 +186,24 @@ def _outputs(model: nn.Module) -> Iterator[dict[str, list[Output]]]:
         yield found
 
 
+@contextlib.contextmanager
+def _in_scopes(model: nn.Module, plan: PlanView) -> Iterator[None]:
+    """Inside, each block that has a scope in `plan` runs in one that is opened here, whatever its own code opens."""
+
+    def run(forward: Callable[..., Any], families: frozenset[str], *args: Any, **kwargs: Any) -> Any:
+        with RecomputeScope(families):
+            return forward(*args, **kwargs)
+
+    scopes = choose_scopes(plan, [patch.scope(plan) for patch in patches()])
+    with contextlib.ExitStack() as replaced:
+        for name, scope in scopes.items():
+            if name in plan.sites.blocks and scope.compression is None:
+                block: Any = model.get_submodule(name)
+                replaced.callback(setattr, block, "forward", block.forward)
+                block.forward = functools.partial(run, block.forward, scope.families)
+        yield
+
+
 def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     """The bytes that each patched module saves of its own results, and the bytes saved of recomputed results."""
     plan = patched.plan
@@ -211,6 +238,11 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     for each in patched.account.storages:
         if each.module in unsaved and each.module in patched.modules and each.savers_modules - {each.module}:
             kept[each.module] += each.nbytes
+    in_scopes = patched.in_scopes.per_block()
+    for block, nbytes in patched.account.per_block().items():
+        # Its bytes are among those above, which are named more closely.
+        if not any(is_inside(name, block) for name in kept):
+            kept[block] = max(nbytes - in_scopes[block], 0)
     worst = worst_name(kept)
     yield _no_bytes(
         "memory.recomputed", worst, kept[worst], "bytes saved of a result that is recomputed",
