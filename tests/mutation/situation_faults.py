@@ -256,6 +256,14 @@ def _copies(module: Any, output: Tensor, args: Any) -> Tensor:
     return output
 
 
+def _copies_gradient(module: nn.Module, output: Tensor, args: Any) -> Tensor:
+    def copies(gradient: Tensor) -> None:
+        _ = [gradient.clone() for _ in range(8)]
+
+    output.register_hook(copies)
+    return output
+
+
 def _array(module: Any, output: Tensor, args: Any) -> Tensor:
     module.__dict__["_kept"] = output.detach().float().numpy().copy()
     return output
@@ -265,6 +273,7 @@ def _enter_lives() -> None:
     changes = {
         "keeps a gradient of every step": _keeps, "keeps its last gradient after backward": _keeps_one,
         "copies its result eight times for a moment": _copies, "keeps its result as an array": _array,
+        "copies its gradient eight times for a moment": _copies_gradient,
     }  # fmt: skip
     for name, change in changes.items():
         for place, (where, architectures) in _ANYWHERE.items():

@@ -62,9 +62,8 @@ def test_the_padded_copy_is_not_kept(activation: Callable[[], nn.Module]) -> Non
     assert [entry.action for entry in entries(stock)] == ["recompute"]
     patched = copy.deepcopy(stock)
     memopt.patch(patched, inputs={"x": x})
-    padded = 2 * 8 * 11 * 9 * 4
-    fill = 4
-    assert live_bytes(lambda: stock(x)) - live_bytes(lambda: patched(x)) == padded - fill
+    padded = 2 * 8 * 11 * 9 * 4  # the constant around it is a number on the CPU
+    assert live_bytes(lambda: stock(x)) - live_bytes(lambda: patched(x)) == padded
     assert account(patched, lambda: patched(x)).total == live_bytes(lambda: patched(x))
 
 

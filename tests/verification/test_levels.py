@@ -25,6 +25,7 @@ from memopt.reporting.text import as_text
 from memopt.verification.run import verify
 from tests.factories import tiny_model
 from tests.mutation.acting import backward_replaced
+from tests.zoo.build import saved_twin
 
 LEVELS = ["weights", "forward", "gradient", "training", "memory"]
 
@@ -227,6 +228,22 @@ def test_rotated_queries_and_keys_that_are_saved_fail_memory_by_block(tmp_path, 
     assert failed() == []
     monkeypatch.setattr(scope_patch, "run_in_scope", lambda scope, run, module, *args, **kw: run(module, *args, **kw))
     assert failed() == [("memory.recomputed", "model.layers.0")]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "recipe"),
+    [
+        pytest.param("moonshine", "exact-unfolded", id="a group norm keeps copies of its parameters, and its result"),
+        pytest.param("sam2_hiera_det_model", "exact-levels", id="windows are padded"),
+        pytest.param("sam2_vision_model", "exact-unfolded", id="the model keeps its own table of positions"),
+        pytest.param("dab-detr", "exact-unfolded", id="PReLU keeps a copy of its parameter", marks=pytest.mark.slow),
+    ],
+)
+def test_memory_of_a_right_checkpoint_passes(tmp_path, model_type, recipe):
+    assert saved_twin(model_type, tmp_path / "stock")
+    patch_checkpoint(tmp_path / "stock", tmp_path / "patched", recipe=recipe)
+    checks = verify(tmp_path / "patched", level="memory").checks
+    assert [(check.id, check.subject) for check in checks if check.status != "pass"] == []
 
 
 class _Seen:

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from memopt.pipeline import patch_checkpoint
+from memopt.verification import training
 from memopt.verification.inputs import Probes
 from memopt.verification.run import verify
 from memopt.verification.situations import LONG, SITUATIONS, Situation, batches, without_dropout
+from memopt.verification.trial import loss_of
 from tests.factories import tiny_model
 from tests.mutation.catalogue import Row, run
 from tests.mutation.folders import workshop
@@ -95,6 +97,19 @@ def test_a_fault_of_one_situation_is_named(fault, architecture, dtype, check):
     with workshop() as place:
         result = run(Row(planted, None, architecture, dtype), place)
     assert (result.outcome, result.check) == ("caught", check), result
+
+
+def test_a_loss_that_is_detached_in_part_passes_as_stock_does(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(vocab_size=64, max_position_embeddings=64, **sizes)).save_pretrained(tmp_path / "bert")
+    patch_checkpoint(tmp_path / "bert", tmp_path / "patched")
+    monkeypatch.setattr(
+        training, "loss_of", lambda output: loss_of(output) + output.logits.detach().double().square().mean()
+    )
+    checks = {check.id: check for check in verify(tmp_path / "patched", level="training").checks}
+    slope = checks["training.dropout"]
+    assert slope.status == "pass"
+    assert slope.value > 1e-3
 
 
 def test_dropouts_are_off_inside_and_as_before_outside():

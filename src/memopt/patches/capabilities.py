@@ -70,6 +70,8 @@ class Saves:
     own: Mapping[str, int] = field(default_factory=dict)
     """Module that the patch rewrites -> upper limit of the bytes that it saves of its own results. A module without an
     entry may save as much as the stock module."""
+    copies: Collection[str] = ()
+    """Modules without such an entry that also save copies of their parameters."""
     recomputed: Collection[str] = ()
     """Modules inside blocks whose output is recomputed, so that no linear saves it."""
     unsaved: Collection[str] = ()

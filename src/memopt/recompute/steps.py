@@ -33,8 +33,9 @@ class Padding:
     """Padding with a constant. The node does not save the constant, so it is read from the padded tensor."""
 
     pads: tuple[int, ...]
-    fill: Tensor | None = None
-    """An element of the border, 0-dimensional; None before :meth:`read`, or without a border."""
+    fill: Tensor | complex | None = None
+    """The constant: a number on the CPU, elsewhere a 0-dimensional tensor; None before :meth:`read`, or without a
+    border."""
 
     def read(self, padded: Tensor) -> None:
         """Read the constant from the padded tensor, without a device synchronisation."""
@@ -42,7 +43,8 @@ class Padding:
             if self.fill is None and (before > 0 or after > 0):
                 border = padded.detach().select(dim, 0 if before > 0 else -1)
                 if border.numel():
-                    self.fill = border[(0,) * border.dim()].clone()
+                    fill = border[(0,) * border.dim()]
+                    self.fill = fill.item() if type(fill) is Tensor and fill.device.type == "cpu" else fill.clone()
 
     def around(self, value: Tensor) -> Tensor:
         size = list(value.shape)
@@ -50,7 +52,7 @@ class Padding:
             size[dim] += before + after
         whole = value.new_empty(size)
         if self.fill is not None:
-            whole.copy_(self.fill)
+            whole.fill_(self.fill)
         inside = whole
         for dim, (before, after) in _sides(self.pads):
             length = value.size(dim) + min(before, 0) + min(after, 0)

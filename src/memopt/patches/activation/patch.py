@@ -110,7 +110,8 @@ class ActivationPatch(Patch, Checks):
         )
 
     def saves(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Saves:
-        return Saves(recomputed=[site.name for site in plan.chosen("activation", "recompute") if site.is_module])
+        names = [site.name for site in plan.chosen("activation", "recompute") if site.is_module]
+        return Saves(copies=names, recomputed=names)
 
     def apply(self, live: Live) -> None:
         from memopt.patches.activation.module import patch_activation

@@ -73,7 +73,8 @@ class NormPatch(Patch, Checks):
 
     def saves(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Saves:
         """x_hat, a statistic for each row in at least fp32, and a copy of weight and bias."""
-        norms = [norm.name for norm in plan.chosen("norm") if norm.has_formula]
+        chosen = plan.chosen("norm")
+        norms = [norm.name for norm in chosen if norm.has_formula]
         own = {
             name: sum(
                 call.rows * (call.width * call.itemsize + max(call.itemsize, 4))
@@ -83,7 +84,7 @@ class NormPatch(Patch, Checks):
             for name in norms
             if name in outputs
         }
-        return Saves(own=own, recomputed=norms)
+        return Saves(own, [norm.name for norm in chosen if not norm.has_formula], norms)
 
     def apply(self, live: Live) -> None:
         from memopt.patches.norm.module import patch_norm
