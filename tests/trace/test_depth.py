@@ -13,7 +13,7 @@ from transformers import Gemma3TextConfig, MixtralConfig, PreTrainedConfig
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner.levels import levels_of
 from memopt.trace.trace import trace
-from memopt.trace.tracer import Tracer, UnlikeError, _deepened, _form, put_back
+from memopt.trace.tracer import Extension, Tracer, UnlikeError, _deepened, _form
 from memopt.trace.training import Step, Training
 from memopt.walk.models.alike import LEAST_GROUPS, take_out
 from memopt.walk.models.build import build_meta
@@ -110,7 +110,7 @@ def test_interior_blocks_that_allocate_differently_are_noticed() -> None:
     odd = next(k for k, e in enumerate(whole.events) if e.allocated and "layers.2." in e.storage.module)
     events = [e for e in whole.events if e.storage is not whole.events[odd].storage]
     with pytest.raises(UnlikeError, match="not alike"):
-        put_back(events, (), run)
+        Extension(events, (), run, run.left_out).whole()
 
 
 def test_the_order_of_frees_between_two_allocations_tells_no_blocks_apart() -> None:

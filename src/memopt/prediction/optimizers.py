@@ -130,7 +130,7 @@ class _Allocations(TracingMode):
     """Records the storages that operations inside allocate, and their frees; tensors may be on the meta device."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.events: list[Event] = []
         self.living: dict[int, Storage] = {}
         self._watched: set[weakref.ref[torch.UntypedStorage]] = set()

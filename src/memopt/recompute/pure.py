@@ -88,6 +88,12 @@ def with_tensors(template: Any, tensors: Iterable[Tensor]) -> Any:
     return tree_map(lambda value: next(each) if value is _SLOT else value, template)
 
 
+def call_on(function: Callable[..., Any], template: Any, tensors: Iterable[Tensor]) -> Any:
+    """`function`, called with the arguments ``(args, kwargs)`` whose :func:`without_tensors` is `template`."""
+    args, kwargs = with_tensors(template, tensors)
+    return function(*args, **kwargs)
+
+
 def on_meta(value: Any, copies: dict[int, Tensor]) -> Any:
     """`value` with a meta tensor in the place of each tensor; `copies` holds them by the id of the original."""
     if type(value) in (tuple, list):
@@ -104,7 +110,7 @@ class RandomDraws(TorchDispatchMode):
     """Sets `found` if an operation inside draws random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

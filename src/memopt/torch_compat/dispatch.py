@@ -59,11 +59,14 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
     from torch.utils._mode_utils import no_dispatch as no_dispatch
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode as UntypedMode
     from torch.utils._python_dispatch import _disable_current_modes
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
+
+    class TorchDispatchMode(UntypedMode):
+        def __init__(self) -> None: ...
 
     TracingMode = TorchDispatchMode
     no_torch_function, no_modes = DisableTorchFunction, _disable_current_modes

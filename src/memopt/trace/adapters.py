@@ -12,39 +12,21 @@ from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
 from memopt.trace.quantised import Linear4bit
-from memopt.trace.training import ALL_LINEAR, Adapters, check_peft
+from memopt.trace.training import ALL_LINEAR, Adapters, Training, check_peft
 from memopt.walk.models.config import one_line
 from memopt.walk.sites import Sites
 
 
-def add_adapters(
-    model: PreTrainedModel,
-    sites: Sites,
-    *,
-    rank: int,
-    targets: Sequence[str],
-    dropout: float = 0.0,
-    fp32: bool = False,
-) -> nn.Module:
-    """`model` (on the meta device) with LoRA adapters, the rest frozen.
-
-    Args:
-        model: changed in place, as PEFT does.
-        sites: the sites of the model, with the linears of its blocks.
-        rank: rank of every adapter.
-        targets: ``("all-linear",)``, or names of linears: the last part of their module name, or its beginning
-            (``q`` for ``q_proj`` or ``query``), or whole module names.
-        dropout: probability of the adapters' dropouts.
-        fp32: adapters in fp32 beside 16-bit weights.
-
-    Raises:
-        ModelError: peft is not installed, no linear has such a name, or a linear returns more than one tensor.
-    """
+def add_adapters(model: PreTrainedModel, sites: Sites, training: Training) -> nn.Module:
+    """`model` (on the meta device, changed in place as PEFT does) with the LoRA adapters of `training`, the rest
+    frozen. Raises a ModelError if peft is not installed, no linear of the blocks has the name of a target, or a linear
+    returns more than one tensor."""
     check_peft()
     from peft import LoraConfig, get_peft_model
 
-    chosen = ALL_LINEAR if tuple(targets) == (ALL_LINEAR,) else _resolve(targets, sites)
-    config = LoraConfig(r=rank, target_modules=chosen, lora_dropout=dropout)
+    rank, targets, fp32 = training.lora_rank, training.lora_targets, training.adapter_fp32 or training.train == "qlora"
+    chosen = ALL_LINEAR if targets == (ALL_LINEAR,) else _resolve(targets, sites)
+    config = LoraConfig(r=rank, target_modules=chosen, lora_dropout=training.lora_dropout)
     config._register_custom_module({Linear4bit: _on_4_bits()})
     try:
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)

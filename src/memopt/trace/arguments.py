@@ -214,9 +214,7 @@ def _that_runs(
         example = with_targets(example.inputs)
     if _runs_without_values(model, fake, size, replace(example, is_read=False), functions):
         return replace(example, is_read=False)
-    if not runs(example.inputs):
-        return None
-    return example
+    return example if runs(example.inputs) else None
 
 
 @contextlib.contextmanager
@@ -229,11 +227,9 @@ def _runs_without_values(
     model: PreTrainedModel, fake: FakeTensorMode, size: Training, example: Example, functions: Iterable[FunctionSite]
 ) -> bool:
     timeline = Timeline(model)
+    calls = counted_calls(functions, True, timeline)
     try:
-        with (
-            fake, FiniteValues(), unpadded_masks(), CudaChoices(), timeline,
-            counted_calls(functions, True, timeline),
-        ):  # fmt: skip
+        with fake, FiniteValues(), unpadded_masks(), CudaChoices(), timeline, calls:
             run_backward(*losses_of(model(**step_arguments(model, size, example))))
     except Exception:  # it may fail with values too; the trace then raises the error
         return False

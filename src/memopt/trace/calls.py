@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from memopt.recompute.pure import NotPureError, form_of, with_tensors, without_tensors
+from memopt.recompute.pure import NotPureError, call_on, form_of, with_tensors, without_tensors
 from memopt.torch_compat import (
     FakeTensor,
     current_node,
@@ -68,7 +68,7 @@ class _Counter:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
             known = self._call((function, args, kwargs), tensors)
-            run = functools.partial(_run, function, without_tensors((args, kwargs)))
+            run = functools.partial(call_on, function, without_tensors((args, kwargs)))
             followed = known and self.followed(known, run)
             if not known or not followed:
                 return function(*args, **kwargs)
@@ -118,11 +118,6 @@ class _Counter:
             finally:
                 self._follows = False
         return _known[call, wanted]
-
-
-def _run(function: Callable[..., Any], template: Any, tensors: Iterable[Tensor]) -> Any:
-    args, kwargs = with_tensors(template, tensors)
-    return function(*args, **kwargs)
 
 
 class _AgainFunction(torch.autograd.Function):

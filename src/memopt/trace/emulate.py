@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from memopt.kernels.base.device import launches_emulated
 from memopt.torch_compat import FakeTensor, TracingMode, known_values, tree_map
+from memopt.walk.models.plain import exchanged
 
 _MAX_FLASH_HEAD = 256
 _DROPOUT: frozenset[Any] = frozenset({F.dropout, torch.dropout})
@@ -73,9 +74,6 @@ class CudaChoices(TorchFunctionMode):
 class AnyGroupedProduct(TracingMode):
     """While active, grouped products can be traced in every dtype: PyTorch's shape rule accepts bf16 only."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (grouped_product if is_grouped(func, args) else func)(*args, **(kwargs or {}))
 
@@ -99,20 +97,20 @@ def unpadded_masks() -> Iterator[None]:
 
     In a trace, transformers itself skips no mask, because it cannot read masks and positions to look for those.
     """
-    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
     # transformers may read a mask whose values are known. The first releases of transformers 5 have no `is_tracing`.
     masking: Any = masking_utils
     stock, packed = getattr(masking, "is_tracing", None), masking.find_packed_sequence_indices
+    others: dict[str, Any] = {
+        "find_packed_sequence_indices": lambda positions: packed(positions) if _has_values(positions) else None
+    }
     if stock is not None:
-        masking.is_tracing = lambda tensor=None: known_values(tensor) is None and stock(tensor)
-    masking.find_packed_sequence_indices = lambda positions: packed(positions) if _has_values(positions) else None
+        others["is_tracing"] = lambda tensor=None: known_values(tensor) is None and stock(tensor)
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
     try:
-        yield
+        with exchanged([(masking, name, value) for name, value in others.items()]):
+            yield
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # the override alone
-        masking.find_packed_sequence_indices = packed
-        if stock is not None:
-            masking.is_tracing = stock
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -198,15 +198,7 @@ def build_trained(
     if of.adapters is not None:
         trained = add_live_adapters(model, of.sites, of.adapters, fp32=training.adapter_fp32)
     elif training.has_adapters:
-        fp32 = training.adapter_fp32 or training.train == "qlora"
-        trained = add_adapters(
-            model,
-            of.sites,
-            rank=training.lora_rank,
-            targets=training.lora_targets,
-            dropout=training.lora_dropout,
-            fp32=fp32,
-        )
+        trained = add_adapters(model, of.sites, training)
     trained.train(training.dropout)
     if training.checkpointing == "full":
         _checkpoint(model)

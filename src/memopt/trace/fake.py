@@ -310,9 +310,6 @@ class FakeReads(TracingMode):
     repeated once. Indices of the largest elements (experts) are real, and each index occurs as often as the others.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket

@@ -17,13 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.pieces import Mark
 from memopt.recompute.pure import without_tensors
-from memopt.torch_compat import (
-    current_node,
-    run_backward,
-    sequence_number,
-    storage_id,
-    tree_leaves,
-)
+from memopt.torch_compat import current_node, run_backward, sequence_number, storage_id, tree_leaves
 from memopt.trace.operations import Operation
 from memopt.trace.storages import Lifetime
 from memopt.trace.timeline import Timeline
@@ -129,9 +123,7 @@ class Ends:
 
     def followed(self, run: Run) -> Followed | None:
         timeline, node = self.timeline, current_node()
-        with (
-            timeline.apart(), torch.set_grad_enabled(self.call.graph), self._hooks(),
-        ):  # fmt: skip
+        with timeline.apart(), torch.set_grad_enabled(self.call.graph), self._hooks():
             root = torch.zeros((), requires_grad=self.call.graph)
             tensors = _Arguments.apply(self, root)  # type: ignore[no-untyped-call]
             self.mark()

@@ -108,7 +108,7 @@ class StorageTracker(TracingMode):
         function: Callable[[], str] = str,
         parameters: Iterable[Tensor] = (),
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._module, self._function = module, function
         self._parameters = {storage_id(storage) for storage in storages(parameters)}
         # The weak reference keeps the address of a freed storage from being used again.

@@ -97,8 +97,8 @@ def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
     """`shallow` with all left-out blocks put back, or with `groups` groups of each run put back."""
     events, operations = shallow.events, shallow.operations
     for run in shallow.runs:
-        count = None if groups is None else min(groups * run.group, run.left_out)
-        events, operations = put_back(events, operations, run, count)
+        count = run.left_out if groups is None else min(groups * run.group, run.left_out)
+        events, operations = Extension(events, operations, run, count).whole()
     return replace(shallow, events=events, operations=operations, gradients=living(events), runs=())
 
 
@@ -135,16 +135,8 @@ class UnlikeError(Exception):
     """Blocks that look alike do not allocate and free alike."""
 
 
-def put_back(
-    events: Sequence[Event], operations: Sequence[Operation], run: Run, count: int | None = None
-) -> tuple[tuple[Event, ...], tuple[Operation, ...]]:
-    """Events and operations of the step with `count` of the blocks that were left out, by default all of them. Raises
-    an UnlikeError if the interior blocks that were traced do not allocate and free alike."""
-    return _Extension(events, operations, run, run.left_out if count is None else count).whole()
-
-
-class _Extension:
-    """Puts left-out blocks of a run back. Indices count traced blocks alone; `_full` converts to all blocks."""
+class Extension:
+    """Puts `count` left-out blocks of a run back. Indices count traced blocks alone; `_full` converts to all blocks."""
 
     def __init__(self, events: Sequence[Event], operations: Sequence[Operation], run: Run, count: int) -> None:
         events = _in_order(events)
@@ -172,6 +164,8 @@ class _Extension:
                 self._freed_in[event.storage] = segment
 
     def whole(self) -> tuple[tuple[Event, ...], tuple[Operation, ...]]:
+        """Events and operations of the step with these blocks. Raises an UnlikeError if the interior blocks that were
+        traced do not allocate and free alike."""
         self._check()
         events: list[Event] = []
         operations: list[Operation] = []

@@ -39,6 +39,8 @@ class Training:
     """``qlora``: LoRA on linears that bitsandbytes holds in 4 bits."""
     lora_rank: int = 8
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Or names of linears: the last part of their module name, or its beginning (``q`` for ``q_proj`` or ``query``), or
+    whole module names."""
     lora_dropout: float = 0.0
     checkpointing: Checkpointing = "none"
     dropout: bool = True

@@ -25,7 +25,7 @@ class RandomRounding(TorchDispatchMode):
     torch's default generator. Views, and results that are or would become infinite, are not changed."""
 
     def __init__(self, dtype: torch.dtype, scale: float = 1.0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._dtype, self._scale = dtype, scale
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

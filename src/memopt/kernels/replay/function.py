@@ -26,7 +26,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, is_batched, refuse_double_backward
 from memopt.kernels.base.pieces import pieces
-from memopt.recompute.pure import with_tensors, without_tensors
+from memopt.recompute.pure import call_on, with_tensors, without_tensors
 from memopt.recompute.rules import ELEMENTWISE, NORMALISED, register_operator
 from memopt.recompute.specs import Recomputed, attach_spec
 from memopt.recompute.versions import versions_of
@@ -236,12 +236,7 @@ def replayed_call(
         RuntimeError: `function` changed an argument in place.
     """
     values = tuple(args), dict(kwargs)
-    tensors, template = _tensors(values), without_tensors(values)
-
-    def run(given: Sequence[Tensor]) -> Any:
-        positional, named = with_tensors(template, given)
-        return function(*positional, **named)
-
+    tensors, run = _tensors(values), functools.partial(call_on, function, without_tensors(values))
     returned: list[Any] = []
     outputs = ReplayedCallFunction.apply(run, tuple(differentiable), returned, *tensors)  # type: ignore[no-untyped-call]
     return with_tensors(returned[0], outputs)

@@ -130,7 +130,7 @@ class _Seen(TorchDispatchMode):
     """Notes the fused operator that runs, its arguments and its results."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operator: tuple[_Backward, tuple[int, ...]] | None = None
         self.args: tuple[Any, ...] = ()
         self.results: Any = None

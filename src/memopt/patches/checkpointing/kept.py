@@ -62,7 +62,7 @@ class KeptAttention(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, store: Callable[[Tensor], Waiting] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._store = store or _Here
         self._calls: Counter[str] = Counter()
         self._kept: dict[tuple[str, int], _Output] = {}

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.softmax.function import recomputed_softmax, recomputed_tanh
+from memopt.patches.functions import FollowingMode
 from memopt.patches.swap import steps_aside
 from memopt.recompute.calls import GATHERS, PRODUCTS, STEPS, Followed, costs_less_than
 from memopt.recompute.expression import Expression
 from memopt.recompute.rules import PROBABILITIES
-from memopt.saved.scope import applies, packing_unseen, saving_shape_of
+from memopt.saved.scope import applies, saving_shape_of
 from memopt.torch_compat import FakeTensor
 
 #: Calls after which a module without a softmax to recompute is observed again.
@@ -59,20 +59,14 @@ class RecomputedSoftmaxes:
         self._calls_without = 0 if found else 1
 
 
-class _Following(TorchFunctionMode):
+class _Following(FollowingMode):
     def __init__(self, calls: RecomputedSoftmaxes, given: Sequence[Any]) -> None:
         super().__init__()
         self._calls, self._found, self._followed = calls, False, Followed(given)
         self._is_behind = False  # whether the next product multiplies probabilities and values
-        self._packing = packing_unseen()
-
-    def __enter__(self) -> Any:
-        self._packing.__enter__()
-        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._packing.__exit__(*error)
+        super().__exit__(*error)
         if error[0] is None:
             self._calls.note(self._found)
 

@@ -34,7 +34,7 @@ class MetaReads(TorchDispatchMode):
     """
 
     def __init__(self, *, keeps_values: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._shapes = MetaShapes()
         self._keeps_values = keeps_values
 

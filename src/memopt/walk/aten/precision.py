@@ -38,9 +38,6 @@ def widen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...
 class Float64Mode(TorchDispatchMode):
     """Runs every op with its dtype arguments changed by `widen`."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = widen(args, kwargs or {})
         if func.overloadpacket in _PRODUCTS and len({each.dtype for each in args}) > 1:

@@ -280,7 +280,7 @@ class _Contractions(TorchDispatchMode):
     """Records what is contracted with a parameter or with a copy of one."""
 
     def __init__(self, watch: _Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

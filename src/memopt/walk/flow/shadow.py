@@ -35,7 +35,7 @@ class ShadowMode(TorchDispatchMode):
     """Records the forwards that run under it; use `watch`, which also installs the module hooks."""
 
     def __init__(self, model: nn.Module, norms: Mapping[str, NormProbe], labels: Labels | None, float64: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.model = model
         self.parameters = ParameterTable(model)
         self.norms = {name: NormRecord(name, probe) for name, probe in norms.items()}
