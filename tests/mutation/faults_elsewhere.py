@@ -232,7 +232,7 @@ ELSEWHERE: tuple[Fault, ...] = (
     ),
     Fault(
         "the source's config is not pinned",
-        "wrong = _changed(source, pinned, {})",
+        "wrong = [name for name, _ in changed_files(pinned, source.root)]",
         "wrong = list[str]()",
         ("tests/checkpoint/test_fits.py",),
     ),

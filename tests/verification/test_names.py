@@ -15,7 +15,6 @@ from memopt.checkpoint.sources.source import sha256
 from memopt.pipeline import patch_checkpoint
 from memopt.plan.recipe import load_recipe
 from memopt.verification import models
-from memopt.verification.models import Pair
 from memopt.verification.run import verify
 from memopt.verification.side_files import random_tensors, verify_names
 from tests.checkpoint.test_names import FILE, NORM, bert, configure
@@ -78,11 +77,11 @@ def test_a_head_that_would_be_drawn_at_random_skips_the_levels_that_need_it(tmp_
     folder = configure(bert(tmp_path / "head", "BertModel"), architectures=None)
     assert verify_names(folder).status == "warn"
     tiny_model("bert").save_pretrained(with_head := tmp_path / "whole")
-    assert [check.status for check in random_tensors("forward", record_of(folder), None, False)] == ["skip"]
-    assert random_tensors("forward", record_of(with_head), None, False) == []
+    assert [check.status for check in random_tensors("forward", record_of(folder), False)] == ["skip"]
+    assert random_tensors("forward", record_of(with_head), False) == []
 
 
 def test_the_original_is_looked_at_as_well(folders: Path, without_a_norm: Path) -> None:
-    pair = Pair(folders / "patched", str(without_a_norm / "source"))
-    checks = random_tensors("forward", patched_folder(folders / "patched"), pair, False)
-    assert [(check.status, check.subject) for check in checks] == [("fail", pair.original)]
+    original = str(without_a_norm / "source")
+    checks = random_tensors("forward", patched_folder(folders / "patched"), False, original)
+    assert [(check.status, check.subject) for check in checks] == [("fail", original)]

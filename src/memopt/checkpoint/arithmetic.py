@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memopt.checkpoint.tiles import tiles
+from memopt.checkpoint.tiles import Piece, tiles
 
 Channels = Sequence[int] | None
 Floats = npt.NDArray[np.float64]
@@ -122,7 +122,7 @@ def zero_pair(*shape: int) -> Pair:
     return np.zeros(shape), np.zeros(shape)
 
 
-def accumulate(total: Pair, piece: tuple[slice, slice, slice], part: Pair) -> None:
+def accumulate(total: Pair, piece: Piece, part: Pair) -> None:
     """Add `part`, the sum of one tile, to the pair `total` (outer, inner) in place."""
     where = (piece[0], piece[2])
     total[0][where], total[1][where] = add_pairs((total[0][where], total[1][where]), part)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.checkpoint.fold import FoldPlan
-from memopt.checkpoint.manifest import CONFIG_KEY, Manifest
+from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, changed_files
 from memopt.checkpoint.names import SHOWN, compare_names, with_renamed
 from memopt.checkpoint.patched import PatchedFolder, digest_of_folds
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
@@ -50,7 +50,7 @@ def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digest
 
 def _changed(manifest: Manifest, source: CheckpointSource) -> list[str]:
     """The files that were changed or added since the manifest, except files for engines, which users complete."""
-    found = manifest.changed_files(source.root)
+    found = changed_files(manifest.files, source.root)
     there = {*source.side_files, *source.left_out, *(shard.name for shard in source.shards)}
     changed = [f"{name} {what}" for name, what in found if name not in manifest.emitted]
     return changed + [f"{name} was added" for name in sorted(there - manifest.files.keys())]

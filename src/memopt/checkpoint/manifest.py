@@ -108,20 +108,6 @@ class Manifest:
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"The inputs in {MANIFEST} have a form that memopt does not write: {error}.") from None
 
-    def changed_files(self, folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> list[tuple[str, str]]:
-        """(name, what happened to it) of each recorded file that is missing or changed in `folder`.
-        `known`: path of a file that was read already -> its SHA-256."""
-
-        def change(name: str) -> str:
-            path, record = folder / name, self.files[name]
-            if not os.path.isfile(path):  # a name may be too long for a path
-                return "is missing"
-            same = path.stat().st_size == record.size and (known.get(path) or sha256(path)) == record.sha256
-            return "" if same else "was changed"
-
-        with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
-            return [(name, what) for name, what in zip(self.files, pool.map(change, self.files), strict=True) if what]
-
     def to_json(self) -> str:
         data = dataclasses.asdict(self) | {"recipe": self.recipe.model_dump(mode="json")}
         for record, written in zip(data["folds"], self.folds, strict=True):
@@ -129,6 +115,23 @@ class Manifest:
         if not self.emitted:
             del data["emitted"]
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def changed_files(
+    files: Mapping[str, FileRecord], folder: Path, known: Mapping[Path, str] = MappingProxyType({})
+) -> list[tuple[str, str]]:
+    """(name, what happened to it) of each of the recorded `files` that is missing or changed in `folder`.
+    `known`: path of a file that was read already -> its SHA-256."""
+
+    def change(name: str) -> str:
+        path, record = folder / name, files[name]
+        if not os.path.isfile(path):  # a name may be too long for a path
+            return "is missing"
+        same = path.stat().st_size == record.size and (known.get(path) or sha256(path)) == record.sha256
+        return "" if same else "was changed"
+
+    with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
+        return [(name, what) for name, what in zip(files, pool.map(change, files), strict=True) if what]
 
 
 def fold_to_dict(fold: Fold) -> dict[str, Any]:

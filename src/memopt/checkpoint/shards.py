@@ -25,7 +25,7 @@ from memopt.checkpoint.manifest import FileRecord
 from memopt.checkpoint.sources.base import Shard
 from memopt.checkpoint.sources.header import TensorInfo
 from memopt.checkpoint.sources.source import CheckpointSource
-from memopt.checkpoint.tiles import tiles, view3
+from memopt.checkpoint.tiles import Piece, pieces, view3
 
 #: Bytes at a time: large enough for threads and calls to cost nothing, small enough for the cache.
 BLOCK = 4 << 20
@@ -172,8 +172,8 @@ def _scale(
     source: CheckpointSource, info: TensorInfo, operation: Scale, stream: _Stream, changes: RangeChanges
 ) -> None:
     scaler = arithmetic.Scaler(scale_of(source, operation, info.shape[operation.axis]), info.dtype)
-    for piece, start, count in pieces(info, operation.axis):
-        before, after = stream.buffers(count)
+    for piece, start, stop in _pieces(info, operation.axis):
+        before, after = stream.buffers(stop - start)
         source.weights.read_into(before, info, start)
         extent = [part.stop - part.start for part in piece]
         block, result = (arithmetic.stored(view, info.dtype).reshape(extent) for view in (before, after))
@@ -220,24 +220,16 @@ def as_bytes(bits: Bits) -> memoryview:
     return np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data
 
 
-def blocks(
-    source: CheckpointSource, info: TensorInfo, axis: int
-) -> Iterator[tuple[tuple[slice, slice, slice], int, Bits]]:
-    """(slices, first byte, stored values) of consecutive blocks of a tensor, viewed as in :func:`pieces`."""
-    for where, start, count in pieces(info, axis):
-        bits = arithmetic.stored(source.read_range(info.name, start, start + count), info.dtype)
-        yield where, start, bits.reshape([part.stop - part.start for part in where])
-
-
-def pieces(info: TensorInfo, axis: int) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:
-    """(slices, first byte, bytes) of consecutive blocks of a tensor, viewed as (before axis, axis, after axis)."""
+def _pieces(info: TensorInfo, axis: int) -> Iterator[tuple[Piece, int, int]]:
     shape = view3(info.shape, axis)
-    itemsize = info.nbytes // max(prod(shape), 1)
-    start = 0
-    for piece in tiles(shape, BLOCK // max(itemsize, 1)):
-        count = prod(part.stop - part.start for part in piece) * itemsize
-        yield piece, start, count
-        start += count
+    return pieces(shape, info.nbytes // max(prod(shape), 1), BLOCK)
+
+
+def blocks(source: CheckpointSource, info: TensorInfo, axis: int) -> Iterator[tuple[Piece, int, Bits]]:
+    """(slices, first byte, stored values) of consecutive blocks of a tensor, viewed as (before axis, axis, after)."""
+    for where, start, stop in _pieces(info, axis):
+        bits = arithmetic.stored(source.read_range(info.name, start, stop), info.dtype)
+        yield where, start, bits.reshape([part.stop - part.start for part in where])
 
 
 class Digests:

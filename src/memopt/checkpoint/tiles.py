@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+Piece = tuple[slice, slice, slice]
+
 
 def view3(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
     """`shape` as three sizes: dimensions before `axis` merged, `axis`, dimensions after it merged."""
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
 
 
-def tiles(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, slice, slice]]:
+def pieces(shape: tuple[int, ...], itemsize: int, block: int) -> Iterator[tuple[Piece, int, int]]:
+    """(slices, first byte, end) of consecutive pieces of at most `block` bytes of a contiguous 3-D array."""
+    start = 0
+    for piece in tiles(shape, block // max(itemsize, 1)):
+        stop = start + prod(part.stop - part.start for part in piece) * itemsize
+        yield piece, start, stop
+        start = stop
+
+
+def tiles(shape: tuple[int, ...], limit: int) -> Iterator[Piece]:
     """Cut a contiguous 3-D array into contiguous pieces of at most `limit` elements, in order."""
     outer, size, inner = shape
     if 0 in shape:

@@ -26,7 +26,7 @@ from memopt.checkpoint.fold import Fold, FoldPlan, Scale, Shift, map_names
 from memopt.checkpoint.shards import as_bytes, blocks, read_floats, scale_of, shifted
 from memopt.checkpoint.sources.header import DTYPE_BITS, FLOAT_DTYPES
 from memopt.checkpoint.sources.source import CheckpointSource
-from memopt.checkpoint.tiles import view3
+from memopt.checkpoint.tiles import Piece, view3
 from memopt.errors import first_of
 
 Mask = npt.NDArray[np.bool_]
@@ -83,7 +83,7 @@ class _Norm:
 class _Block(NamedTuple):
     """A block of a reader's weight, viewed as (before axis, axis, after axis)."""
 
-    where: tuple[slice, slice, slice]
+    where: Piece
     start: int
     """First byte."""
     patched: Floats

@@ -129,6 +129,20 @@ def parse_json(
     return value
 
 
+def read_object(path: Path, hint: str | None, limit: int = MAX_JSON_BYTES, nests: int = MAX_NESTS) -> dict[str, Any]:
+    """The object in a JSON file of at most `limit` bytes. Raises a FileNotFoundError, and a ModelError with `hint` if
+    the file is no such object or cannot be read."""
+    try:
+        value = parse_json(read_small(path, limit), nests=nests)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ModelError(f"'{path}' is not readable JSON: {error}.", hint) from None
+    if not isinstance(value, dict):
+        raise ModelError(f"'{path}' is not a JSON object.", hint)
+    return value
+
+
 def parse_yaml(text: str) -> Any:
     """The value of a YAML document that has only types of JSON. Raises a ValueError if it is no YAML, has a key twice
     or a value of another type, or expands too deep or too large."""

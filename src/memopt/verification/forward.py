@@ -17,13 +17,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from memopt.checkpoint.manifest import read_manifest
+from memopt.checkpoint.patched import PatchedFolder
 from memopt.environment.generators import seed_cpu
 from memopt.errors import ModelError
 from memopt.patches.checks import Check, limited, skipped
 from memopt.patches.record import record_of
 from memopt.verification.inputs import Probes
-from memopt.verification.models import Pair, cast_inputs, floating_outputs, load_patched, load_run_free, load_stock
+from memopt.verification.models import cast_inputs, floating_outputs, load_patched, load_run_free, load_stock
 from memopt.verification.ratios import chance_ratio
 from memopt.verification.side_files import allowed_changes
 from memopt.verification.stochastic import JUMP_SCALE, JumpingRows, RandomRounding, Run, rounded_at_random
@@ -69,10 +69,11 @@ class _Errors:
         return FLOOR_ROUNDOFFS * unit_roundoff * math.sqrt(self.square_truth / max(self.n, 1))
 
 
-def verify_forward(trial: CheckpointTrial, pair: Pair) -> list[Check]:
-    """One check for each floating-point output, and for logits their KL divergence and top token."""
+def verify_forward(trial: CheckpointTrial, folder: PatchedFolder, model: str, revision: str | None) -> list[Check]:
+    """One check for each floating-point output, and for logits their KL divergence and top token. `model` and
+    `revision`: the original that `folder` was made from."""
     trust = trial.trust_remote_code
-    load_original = functools.partial(load_stock, pair.original, revision=pair.revision, trust_remote_code=trust)
+    load_original = functools.partial(load_stock, model, revision=revision, trust_remote_code=trust)
     try:
         loaded = [load_original()]
     except ModelError as error:
@@ -88,7 +89,8 @@ def verify_forward(trial: CheckpointTrial, pair: Pair) -> list[Check]:
             return _run(model, probes, reference.dtype)
 
     truth = load_run_free(functools.partial(load_original, dtype=reference.dtype), true_outputs)
-    manifest = read_manifest(pair.patched)
+    manifest = folder.manifest
+    assert manifest is not None  # weights that were saved again are compared with no original
 
     def run_patched(model: nn.Module) -> tuple[Run, frozenset[str]]:
         record = record_of(model)
@@ -96,7 +98,7 @@ def verify_forward(trial: CheckpointTrial, pair: Pair) -> list[Check]:
         return _run(model, probes, dtype, training_path=True), changed
 
     patched, changed = load_run_free(
-        functools.partial(load_patched, pair.patched, trust_remote_code=trust, inputs=trial.inputs), run_patched
+        functools.partial(load_patched, folder.folder, trust_remote_code=trust, inputs=trial.inputs), run_patched
     )
     outputs = {
         "patched": patched,

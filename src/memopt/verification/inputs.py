@@ -104,7 +104,8 @@ def probe_inputs(
     source = "synthetic"
     # Only the main call: the ids of other calls contain placeholders.
     if "input_ids" in batches[0] and found[0][0].label == "plain":
-        rows = _token_rows(folder, _limit(model), _vocabulary(model))
+        vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+        rows = _token_rows(folder, _limit(model), vocabulary)
         if rows is not None:
             texts = rows.split(BATCH)
             targets = [_text_labels(*triple) for triple in zip(batches, targets, texts, strict=True)]
@@ -149,11 +150,6 @@ def _text_labels(batch: dict[str, Any], targets: dict[str, Any], rows: torch.Ten
     if isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape:
         return {**targets, "labels": rows}
     return targets
-
-
-def _vocabulary(model: nn.Module) -> int:
-    embeddings = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return max(embeddings, default=0)
 
 
 def _limit(model: nn.Module) -> int:

@@ -5,48 +5,26 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from memopt.api import from_pretrained, load
-from memopt.checkpoint.manifest import read_manifest
 from memopt.environment.hub import hub_answers
 from memopt.torch_compat import tree_leaves
 from memopt.walk.calls.batch import Batch, placed
+from memopt.walk.models.build import run_experts
 from memopt.walk.models.config import load_config, model_class
 from memopt.walk.models.plain import exchanged, plain_functions
 
 #: Share of the free memory that a reference run may take.
 _MEMORY_SHARE = 0.6
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The two checkpoints of one verification."""
-
-    patched: Path
-    """Folder that `memopt patch` wrote."""
-    original: str
-    """The model that was patched: local folder or hub id."""
-    revision: str | None = None
-
-
-def find_pair(folder: Path, against: str | None) -> Pair | None:
-    """The patched folder and its original: `against`, or the manifest's source; None if the source no longer exists."""
-    if against is not None:
-        return Pair(folder, against)
-    source = read_manifest(folder).source
-    if source.commit is not None:
-        return Pair(folder, source.model, source.commit)
-    return Pair(folder, source.path) if os.path.isdir(source.path) else None
 
 
 def load_run_free(load: Callable[[], nn.Module], run: Callable[[nn.Module], T]) -> T:
@@ -101,15 +79,9 @@ def _loaded_as(dtype: torch.dtype | None) -> torch.dtype | str:
 def _in_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if dtype != torch.float64:
         return model
-    experts_one_by_one(model)
+    run_experts(model, "eager")
     # `from_pretrained` leaves buffers (rotary frequencies) in fp32.
     return nn.Module.double(model)
-
-
-def experts_one_by_one(model: nn.Module) -> None:
-    """Run the experts of `model` one after another: PyTorch has no grouped products in fp64."""
-    with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
-        cast(Any, model).set_experts_implementation("eager")
 
 
 @contextlib.contextmanager

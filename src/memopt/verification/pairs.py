@@ -17,11 +17,12 @@ from memopt.api import unpatch
 from memopt.patches.record import record_of
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.verification.inputs import Probes
-from memopt.verification.models import cast_inputs, experts_one_by_one, load_run_free, reference_for, stored_dtype
+from memopt.verification.models import cast_inputs, load_run_free, reference_for, stored_dtype
 from memopt.verification.trial import CheckpointTrial
 from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.alike import take_out
+from memopt.walk.models.build import run_experts
 
 T = TypeVar("T")
 #: Rows that remain of an embedding or a head; ids beyond them are mapped to these rows, but not to the first few.
@@ -101,7 +102,7 @@ def _pair_of(model: nn.Module, probes: Probes) -> Pair | None:
     reference = reference_for(model, copies=8)
     if reference is None:
         return None
-    experts_one_by_one(model)
+    run_experts(model, "eager")
     own = _own_dtypes(model, stored)
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if own.get(name, stored) is None:

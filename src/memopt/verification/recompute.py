@@ -18,11 +18,10 @@ from torch import Tensor
 
 from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
 from memopt.checkpoint.sources.source import CheckpointSource
-from memopt.checkpoint.tiles import tiles, view3
+from memopt.checkpoint.tiles import Piece, pieces, view3
 
 Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.int16]
-Piece = tuple[slice, slice, slice]
 #: Bytes of a block: few where every element needs many temporaries, more where Python loops over the columns.
 _SCALE_BLOCK = 1 << 18
 _SUM_BLOCK = 4 << 20
@@ -71,7 +70,7 @@ class Comparison:
 
     def pieces(self, block: int) -> Iterator[tuple[Piece, int, int]]:
         """(slices, first byte, end) of consecutive blocks to give to `add`."""
-        return _pieces(self._shape, self._itemsize, block)
+        return pieces(self._shape, self._itemsize, block)
 
     def add(self, piece: Piece, start: int, before: memoryview, after: memoryview) -> None:
         """Compare one block of the source's and of the patched tensor."""
@@ -81,7 +80,7 @@ class Comparison:
             self.result.different += not same
             return
         extent = (piece[0].stop - piece[0].start, piece[1].stop - piece[1].start, piece[2].stop - piece[2].start)
-        for tile, first, end in _pieces(extent, self._itemsize, _SCALE_BLOCK):
+        for tile, first, end in pieces(extent, self._itemsize, _SCALE_BLOCK):
             columns = slice(piece[1].start + tile[1].start, piece[1].start + tile[1].stop)
             shape = [part.stop - part.start for part in tile]
             self.result.elements += prod(shape)
@@ -184,7 +183,7 @@ def _shifted(source: CheckpointSource, name: str, bias: Floats, operation: Shift
         beta = _read(source, part.beta) * part.scale
         channels = np.arange(shape[1]) if part.channels is None else np.asarray(part.channels)
         sums = np.zeros((2, shape[0], shape[2]))
-        for piece, start, stop in _pieces(shape, info.nbytes // max(prod(shape), 1), _SUM_BLOCK):
+        for piece, start, stop in pieces(shape, info.nbytes // max(prod(shape), 1), _SUM_BLOCK):
             extent = tuple(part.stop - part.start for part in piece)
             weight = decode(source.read_range(part.weight, start, stop), info.dtype).reshape(extent)
             total = sums[:, piece[0], piece[2]]
@@ -209,12 +208,3 @@ def _two_sum(total: Any, term: Floats) -> tuple[Floats, Floats]:
 
 def _read(source: CheckpointSource, name: str) -> Floats:
     return decode(source.read_range(name), source.tensors[name].dtype)
-
-
-def _pieces(shape: tuple[int, int, int], itemsize: int, block: int) -> Iterator[tuple[Piece, int, int]]:
-    """(slices, first byte, end) of consecutive pieces."""
-    start = 0
-    for piece in tiles(shape, block // max(itemsize, 1)):
-        stop = start + prod(part.stop - part.start for part in piece) * itemsize
-        yield piece, start, stop
-        start = stop

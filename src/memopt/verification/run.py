@@ -135,7 +135,6 @@ def _run(
         )
         return [skipped("forward.original", "original model", why)]
     from memopt.verification.inputs import NoInputs
-    from memopt.verification.models import find_pair
     from memopt.verification.side_files import random_tensors
     from memopt.verification.trial import CheckpointTrial
 
@@ -144,17 +143,18 @@ def _run(
         if level == "forward":
             from memopt.verification.forward import verify_forward
 
-            pair = find_pair(folder, against)
-            if pair is None:
+            original, revision = (against, None) if against is not None else record.origin()
+            if original is None:
                 why = "the original is not where memopt.json says; name it with --against MODEL"
                 return [skipped("forward.original", "original model", why)]
-            return random_tensors(level, record, pair, trust_remote_code) or verify_forward(trial, pair)
+            unknown = random_tensors(level, record, trust_remote_code, original, revision)
+            return unknown or verify_forward(trial, record, original, revision)
         if level == "memory":
             from memopt.verification.memory import verify_memory
             from memopt.verification.step_memory import verify_step
 
             return verify_memory(trial) + verify_step(trial)
-        unknown = random_tensors(level, record, None, trust_remote_code)
+        unknown = random_tensors(level, record, trust_remote_code)
         return unknown or (_gradient(trial) if level == "gradient" else _training(trial))
     except NoInputs as error:
         return [skipped(f"{level}.inputs", "inputs", str(error))]

@@ -27,7 +27,6 @@ from memopt.errors import ModelError, first_of
 from memopt.patches.checks import Check, Level, Status, skipped
 from memopt.patches.registry import rows
 from memopt.plan.plan import Plan
-from memopt.verification.models import Pair
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config
 from memopt.walk.sites import Sites
@@ -113,17 +112,19 @@ def verify_names(folder: Path, *, trust_remote_code: bool = False) -> Check:
     )  # fmt: skip
 
 
-def random_tensors(level: Level, record: PatchedFolder, pair: Pair | None, trust_remote_code: bool) -> list[Check]:
+def random_tensors(
+    level: Level, record: PatchedFolder, trusted: bool, original: str | None = None, revision: str | None = None
+) -> list[Check]:
     """A check for each model that `level` cannot use, because a load would leave tensors random: the patched folder
-    and, where there is a `pair`, the original."""
+    and, if given, the `original`. `trusted`: run the Python files that come with them."""
     models: list[tuple[str, str | None, bool]] = [(str(record.folder), None, False)]
-    if pair is not None:
+    if original is not None:
         pickled = record.manifest is not None and needs_allow_pickle(record.manifest.source.files)
-        models.append((pair.original, pair.revision, pickled))
+        models.append((original, revision, pickled))
     checks = []
     for model, revision, pickled in models:
         try:
-            names = _names(model, trust_remote_code, revision, pickled)
+            names = _names(model, trusted, revision, pickled)
         except ModelError as error:
             if model == str(record.folder):
                 raise

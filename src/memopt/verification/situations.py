@@ -83,7 +83,9 @@ def batches(model: nn.Module, probes: Probes, situation: Situation) -> list[dict
     """The batches of a situation, with labels, made from the batch of `probes`; no row exceeds the model's context."""
     rows, tokens = situation.rows, min(situation.tokens, _longest(model))
     if situation.precision == "bf16" and situation.tokens == LONG:
-        rows = max(rows, min(_LARGE // (_width(model) * tokens) + 1, -(-_MOST_TOKENS // tokens)))
+        widths = (getattr(config, "hidden_size", None) for config in _configs(model))
+        width = next((width for width in widths if isinstance(width, int) and width > 0), _LARGE)
+        rows = max(rows, min(_LARGE // (width * tokens) + 1, -(-_MOST_TOKENS // tokens)))
     count = 2 if situation.backward == "second" else 1
     made = (_batch(probes, rows, tokens, seed) for seed in range(count))
     return [_padded(model, each) if situation.padded else each for each in made]
@@ -141,11 +143,6 @@ def _longest(model: nn.Module) -> int:
     limits = (getattr(config, "max_position_embeddings", None) for config in _configs(model))
     longest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=LONG)
     return longest - (longest % 2 == 0 and longest > SHORT)
-
-
-def _width(model: nn.Module) -> int:
-    widths = (getattr(config, "hidden_size", None) for config in _configs(model))
-    return next((width for width in widths if isinstance(width, int) and width > 0), _LARGE)
 
 
 def _configs(model: nn.Module) -> Iterable[Any]:

@@ -36,13 +36,13 @@ from memopt.reporting.text import Terminal
 from memopt.torch_compat import no_dispatch, tree_leaves
 from memopt.verification.gradient import check_parameters, compare_gradients, ratios
 from memopt.verification.inputs import Probes
-from memopt.verification.models import cast_inputs, choose_reference, experts_one_by_one, quiet
+from memopt.verification.models import cast_inputs, choose_reference, quiet
 from memopt.verification.modules import LIMITS, Worst, check_alone, check_modules, compare_steps
 from memopt.verification.ratios import STOCK_RUNS
 from memopt.verification.stochastic import RandomRounding
 from memopt.verification.trial import CheckpointTrial, Step, loss_of
 from memopt.walk.aten.precision import precise
-from memopt.walk.models.build import build_meta
+from memopt.walk.models.build import build_meta, run_experts
 from memopt.walk.models.config import load_config, model_class
 from memopt.walk.observe import walk_config
 
@@ -115,7 +115,7 @@ class _Sweep:
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", False):
                 config.use_cache = False  # a block that runs twice would add to the cache twice
-        experts_one_by_one(self.model)
+        run_experts(self.model, "eager")
 
     def run(self, probes: Probes) -> None:
         for module in self.model.modules():

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from memopt.checkpoint.fold import Fold, FoldPlan, Operation
-from memopt.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from memopt.checkpoint.manifest import Manifest, changed_files, read_manifest
 from memopt.checkpoint.shards import BLOCK, Digests
 from memopt.checkpoint.sources.base import Shard
-from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source, sha256
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
 from memopt.emit import file_names
 from memopt.errors import ModelError, first_of
 from memopt.patches.checks import Check, Status
 from memopt.verification.recompute import Comparison, TensorComparison
 from memopt.verification.side_files import files_of, verify_side_files
 
-_MAX_WORKERS = 4
 _EXACT = "the fold is deterministic: a tolerance would hide a wrong norm, axis or offset"
 _SAVED_OVER = f". If the model was trained and saved into this folder: remove {MANIFEST} and verify again"
 
@@ -116,7 +115,7 @@ def _read_shard(
 
 
 def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digests: Mapping[Path, str]) -> Check:
-    found = manifest.changed_files(folder.resolve(), digests)
+    found = changed_files(manifest.files, folder.resolve(), digests)
     found += [(name, "was added") for name in sorted(there - manifest.files.keys())]
     wrong = [" ".join(each) for each in found]
     # Files for inference engines are no part of the model, and users complete them.
@@ -147,7 +146,7 @@ def _check_original(
 ) -> tuple[CheckpointSource | None, Check]:
     """(the source, or None if it must not be compared; the check of its weight files)."""
     record = manifest.source
-    wrong = _changed(source, record.files, read)
+    wrong = [name for name, _ in changed_files(record.files, source.root, read)]
     status: Status = "pass"
     detail = ""
     if wrong:
@@ -166,7 +165,7 @@ def _check_others(manifest: Manifest, source: CheckpointSource | None, *, given:
     if source is None:
         return
     pinned = manifest.source.others
-    wrong = _changed(source, pinned, {})
+    wrong = [name for name, _ in changed_files(pinned, source.root)]
     status: Status = "pass" if not wrong else "warn" if given else "skip"
     remedy = "" if given else ": give the original with --against"
     detail = f"{first_of(wrong)} changed since the patch{remedy}" if wrong else ""
@@ -220,17 +219,6 @@ def _check_range(results: list[TensorComparison]) -> Check:
         metric="elements that became infinite or NaN", value=total.infinities, reference="source", n=total.elements,
         detail=f"{total.zeros} became zero, {total.subnormals} subnormal",
     )  # fmt: skip
-
-
-def _changed(source: CheckpointSource, files: Mapping[str, FileRecord], read: Mapping[Path, str]) -> list[str]:
-    """Names of the `files` that the source lacks or has with another digest; `read`: the digests that are known."""
-
-    def digest(path: Path) -> str | None:
-        return read.get(path) or sha256(path) if os.path.isfile(path) else None
-
-    with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
-        digests = pool.map(digest, (source.root / name for name in files))
-        return [name for name, found in zip(files, digests, strict=True) if found != files[name].sha256]
 
 
 def _check_none(wrong: list[str], name: str, subject: str, metric: str, reference: str, n: int) -> Check:

@@ -18,7 +18,7 @@ from memopt.checkpoint.sources.base import Shard
 from memopt.checkpoint.sources.header import FLOAT_DTYPES, read_header
 from memopt.checkpoint.sources.safetensors import SafetensorsFiles
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, other_files
-from memopt.environment.files import ADAPTER_CONFIG, MAX_JSON_BYTES, check_folder, parse_json, read_small, user_path
+from memopt.environment.files import ADAPTER_CONFIG, check_folder, read_object, user_path
 from memopt.errors import ModelError
 from memopt.walk.sites import ancestors
 
@@ -104,8 +104,8 @@ def open_adapter(folder: str | Path) -> Adapter:
     check_folder(root)
     if not (root / WEIGHTS).is_file():
         raise ModelError(f"'{root}' has no {WEIGHTS}.", "Save it with PEFT's save_pretrained(DIR).")
-    config = _read(root / ADAPTER_CONFIG)
-    record = _read(root / MANIFEST) if (root / MANIFEST).is_file() else None
+    config = read_object(root / ADAPTER_CONFIG, "Copy it again.")
+    record = read_object(root / MANIFEST, "Copy it again.") if (root / MANIFEST).is_file() else None
     if record is not None and record.get("kind") != KIND:
         raise ModelError(f"'{root / MANIFEST}' is that of a model, not of an adapter.", "Keep them in two folders.")
     weights = SafetensorsFiles((Shard(WEIGHTS, read_header(root / WEIGHTS), root / WEIGHTS),), None)
@@ -140,16 +140,6 @@ def _parts(keys: Iterable[str], base: CheckpointSource) -> Iterator[Part]:
             yield Part(key, owner, leaf, True, weight)
         else:  # its module is not in the files: a head for another task, or the adapter does not fit
             yield Part(key, None, name, bool(_ADDED.search(name)) and key.startswith(_PREFIX), None)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(read_small(path, MAX_JSON_BYTES))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"'{path}' is not readable JSON: {error}.", "Copy it again.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"'{path}' is not a JSON object.", "Copy it again.")
-    return value
 
 
 def to_json(value: Mapping[str, Any]) -> str:

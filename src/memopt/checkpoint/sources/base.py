@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from memopt.checkpoint.sources.header import Header, TensorInfo
 from memopt.environment.files import parse_json
@@ -70,9 +70,7 @@ def parse_index(path: Path, content: bytes) -> dict[str, str]:
     try:
         index = parse_json(content)
         weight_map = index["weight_map"]
-        valid = isinstance(index["metadata"], dict) and all(
-            isinstance(value, str) and _is_name(value) for value in weight_map.values()
-        )
+        valid = isinstance(index["metadata"], dict) and all(map(_is_name, weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         valid = False
     if not valid or not weight_map:
@@ -94,6 +92,7 @@ def named_shards(index: Path, weight_map: Mapping[str, str]) -> list[Path]:
     return paths
 
 
-def _is_name(value: str) -> bool:
+def _is_name(value: Any) -> bool:
     """Whether `value` is the name of a file, without a folder."""
-    return value == Path(value).name and value.isprintable() and 0 < len(value.encode()) < 256
+    is_text = isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) < 256
+    return is_text and value == Path(value).name

@@ -21,11 +21,11 @@ from memopt.checkpoint.sources.hub import OTHER_WEIGHTS, locate
 from memopt.checkpoint.sources.pickles import PickleFormat
 from memopt.checkpoint.sources.safetensors import SafetensorsFiles, SafetensorsFormat
 from memopt.environment.files import (
+    MAX_CONFIG_BYTES,
     MAX_CONFIG_NESTS,
     check_folder,
     check_side_file,
-    parse_json,
-    read_small,
+    read_object,
     refuse_adapter,
     user_path,
 )
@@ -147,16 +147,10 @@ def needs_allow_pickle(files: Iterable[str]) -> bool:
 
 def read_config(root: Path) -> dict[str, Any]:
     """config.json of the folder `root`."""
-    path = root / "config.json"
     try:
-        config = parse_json(read_small(path), nests=MAX_CONFIG_NESTS)
+        return read_object(root / "config.json", None, MAX_CONFIG_BYTES, MAX_CONFIG_NESTS)
     except FileNotFoundError:
         raise ModelError(f"'{root}' has no config.json.", "Give the folder of a Hugging Face model.") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"'{path}' is not readable JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"'{path}' is not a JSON object.")
-    return config
 
 
 def sha256(path: Path, advance: Callable[[int], None] | None = None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from math import prod
 from typing import Any
@@ -126,6 +126,14 @@ def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) ->
     return model
 
 
+def run_experts(model: Any, implementation: str) -> None:
+    """Run the experts of `model`, if it has any: by ``grouped_mm``, as transformers trains them (the batched form of
+    `build_meta` saves copies of weights per token), or ``eager``, one after another, as PyTorch has no grouped products
+    in fp64."""
+    with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
+        model.set_experts_implementation(implementation)
+
+
 def clone_to_meta(model: nn.Module) -> nn.Module:
     """A structural copy of `model` with every tensor but `numbers_in` on meta: no storage is copied or allocated.
 
@@ -134,7 +142,9 @@ def clone_to_meta(model: nn.Module) -> nn.Module:
     place of its weight, becomes a plain linear: its own forward on meta tensors depends on its library.
     """
     numbers = {id(number) for number in numbers_in(model).values()}
-    tensors = [tensor for tensor in _tensors_of(model) if id(tensor) not in numbers]
+    # With tensors that modules hold as plain attributes, also in lists, tuples and dicts.
+    held = (tensor for module in model.modules() for tensor in tensors_in(vars(module)))
+    tensors = [tensor for tensor in held if id(tensor) not in numbers]
     storages = _meta_storages(filter(_is_strided, tensors))
     # deepcopy looks every object up in the memo first, so a tensor found there is replaced and never copied.
     memo: dict[int, Any] = {id(tensor): _meta_twin(tensor, storages) for tensor in tensors}
@@ -177,12 +187,6 @@ def _is_quantised_linear(module: Any) -> bool:
         return False
     codes = [tensor for tensor in plain if not tensor.is_floating_point() and tensor.dtype is not torch.bool]
     return bool(codes) or any(not tensor.requires_grad for tensor in wrapped)
-
-
-def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and tensors that modules hold as plain attributes (also in lists, tuples and dicts)."""
-    for module in model.modules():
-        yield from tensors_in(vars(module))
 
 
 #: (storage, first byte): where a tensor begins.
