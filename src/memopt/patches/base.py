@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -24,13 +24,20 @@ if TYPE_CHECKING:
 
     from memopt.patches.functions import Mode
     from memopt.patches.scope import ScopeRewrite
+    from memopt.plan.plan import Plan
+    from memopt.plan.recipe import Recipe
     from memopt.saved.slots import Compression
     from memopt.walk.sites import Sites
 
+    #: What patches read: the recipe, and the plan so far, which has the decisions of the patches before.
+    PlanView = Plan
+    RecipeView = Recipe
     #: A module's table of children, and a name in it.
     Place = tuple[dict[str, nn.Module | None], str]
     Prepare = Callable[[nn.Module], None]
     Look = Callable[[nn.Module], Sequence[Place] | None]
+else:
+    PlanView = RecipeView = object  # the room above this one; its names stand in annotations alone
 
 #: Effect of a patch's rules on gradients: nothing beyond rounding, a bounded error, or unbiased noise.
 Effect = Literal["exact", "approximate", "sampled"]
@@ -128,62 +135,6 @@ class Entry:
     @property
     def rewritten(self) -> bool:
         return self.action not in (LEFT, READS)
-
-
-R = TypeVar("R", bound=Rules)
-
-
-class RecipeView(Protocol):
-    """The interface of a recipe that patches use."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def description(self) -> str: ...
-    def rules(self, kind: type[R]) -> R:
-        """The recipe's rules of class `kind`; the default rules if the recipe has none."""
-
-    def is_off(self, key: str) -> bool:
-        """Whether the rules under `key` are off, or no patch has rules under that key."""
-
-    def selects(self, name: str) -> bool:
-        """Whether the module `name` may be rewritten."""
-
-    def without(self, *effects: Effect) -> tuple[str, ...]:
-        """Settings (KEY=VALUE) that switch off the rules with one of these effects."""
-
-
-class PlanView(Protocol):
-    """The interface of a plan that patches use; a patch that decides gets the decisions of the patches before it."""
-
-    @property
-    def recipe(self) -> RecipeView: ...
-    @property
-    def sites(self) -> Sites: ...
-    @property
-    def rewrites(self) -> tuple[Entry, ...]: ...
-    @property
-    def refusals(self) -> tuple[Entry, ...]: ...
-    def chosen(self, kind: str, *actions: str) -> tuple[Any, ...]:
-        """Sites of a kind whose action is one of `actions`; all rewritten sites of the kind if no action is given."""
-
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Kind -> action -> number of sites."""
-
-    @property
-    def done(self) -> str:
-        """The number of rewritten sites of each kind, as one phrase."""
-
-    @property
-    def idle(self) -> tuple[str, ...]:
-        """A sentence for each pattern of the recipe that matches nothing in the model."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences for the user, those of `idle` among them."""
-
-    def left(self, kind: str, module: str, reason: str) -> PlanView:
-        """The plan in which `module`, as a site of `kind`, is not rewritten; its row then gives this `reason`."""
 
 
 @dataclass

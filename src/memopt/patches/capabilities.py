@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from memopt.patches.base import PlanView, RecipeView
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor, nn
+    from torch import nn
 
     from memopt.patches.checks import Check
+    from memopt.verification.trial import CheckpointTrial
+
+    #: A checkpoint that a patch measures: its stock and patched models, and a training step on a probe batch.
+    Trial = CheckpointTrial
+else:
+    Trial = object  # of a room above this one; the name stands in annotations alone
 
 
 class Levels:
@@ -76,26 +80,6 @@ class Saves:
     """Modules inside blocks whose output is recomputed, so that no linear saves it."""
     unsaved: Collection[str] = ()
     """Modules whose output is recomputed, so that no operation saves it."""
-
-
-class Trial(Protocol):
-    """A checkpoint that a patch measures: its stock and patched models, and a training step on a probe batch."""
-
-    @property
-    def source(self) -> str | Path: ...
-    @property
-    def recipe(self) -> RecipeView: ...
-    @property
-    def probe(self) -> str:
-        """Description of the batch; empty before the first step."""
-
-    def stock(self) -> nn.Module: ...
-    def patched(self, *settings: str) -> nn.Module:
-        """The patched model in fp32, under its recipe with these settings (KEY=VALUE) changed."""
-
-    def plan(self, model: nn.Module) -> PlanView: ...
-    def step(self, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of the probe batch, in fp32 and eval mode."""
 
 
 class Checks:

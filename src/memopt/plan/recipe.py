@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
@@ -19,10 +19,11 @@ from pydantic_core import ErrorDetails
 
 from memopt.environment.files import parse_yaml, read_small
 from memopt.errors import RecipeError
-from memopt.patches.base import Effect, R, Rules, Strict, any_matches, one_or_more
+from memopt.patches.base import Effect, Rules, Strict, any_matches, one_or_more
 from memopt.patches.registry import patches, watch
 from memopt.plan.shipped import EXACT, shipped
 
+R = TypeVar("R", bound=Rules)
 DEFAULT_MEMORY_RECIPE = "exact-unfolded"
 DEFAULT_CHECKPOINT_RECIPE = "exact"
 

@@ -64,6 +64,7 @@ class CheckpointTrial:
 
     @property
     def probe(self) -> str:
+        """Description of the batch; empty before the first step."""
         return "" if self._probes is None else self._probes.source
 
     @property
@@ -75,6 +76,7 @@ class CheckpointTrial:
         return load_stock(self.source, dtype=dtype, trust_remote_code=self.trust_remote_code)
 
     def patched(self, *settings: str, dtype: torch.dtype | None = DTYPE) -> nn.Module:
+        """The patched model, under its recipe with these settings (KEY=VALUE) changed."""
         code = self.trust_remote_code
         few = [setting for patch in having(Checks) for setting in patch.on_few_tokens(self.recipe)]
         given = (*few, *settings)
@@ -98,6 +100,7 @@ class CheckpointTrial:
         return plan_for(model, self.recipe, inputs=self.inputs)
 
     def step(self, model: nn.Module) -> tuple[float, Gradients]:
+        """Loss and gradients of the probe batch, in fp32 and eval mode."""
         if self._probes is None:
             self._probes = self.probes(model)
         step = training_step(model, self._probes, DTYPE)
