@@ -253,12 +253,15 @@ class Patch:
     """None if the patch has no rows in the coverage table."""
     rules: ClassVar[type[Rules] | None] = None
     """None if the patch has no rules of its own; it may follow the rules of other patches."""
+    sites: ClassVar[str] = ""
+    """The field of `Sites` with the places that :meth:`propose` returns; empty if there is none."""
 
     # --- decide: no torch --------------------------------------------------------------------------------------------
 
     def propose(self, sites: Sites) -> Iterable[tuple[str, Any]]:
         """(name, site) of each place that the patch may rewrite; each becomes a row."""
-        return ()
+        found = getattr(sites, self.sites) if self.sites else ()
+        return ((site if isinstance(site, str) else site.name, site) for site in found)
 
     def decide(self, site: Any, plan: PlanView) -> tuple[str, str] | None:
         """The action for a site, and the reason; None if sites of this kind get no row under the recipe."""

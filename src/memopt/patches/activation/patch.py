@@ -3,7 +3,7 @@ the input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -53,9 +53,7 @@ class ActivationPatch(Patch, Checks):
     requires = ("replay", "derivative_codes")
     rows = Rows("activation", {"recompute": "recomputed", "code": "coded"}, noun="activation", plural="activations")
     rules = ActivationRules
-
-    def propose(self, sites: Sites) -> Iterator[tuple[str, ActivationSite]]:
-        return ((site.name, site) for site in sites.activations)
+    sites = "activations"
 
     def decide(self, site: ActivationSite, plan: PlanView) -> tuple[str, str]:
         rules, recipe = plan.recipe.rules(ActivationRules), plan.recipe

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from memopt.patches.base import EXCLUDED, LEFT, InScopes, Patch, PlanView, Rows
 from memopt.recompute.rules import NORMALISED
-from memopt.walk.sites import Sites, parent
+from memopt.walk.sites import parent
 
 #: The recipe key of the rules for all norms.
 _NORMS = "norms"
@@ -18,9 +16,7 @@ class BatchNormalizationPatch(Patch):
     name = "batch_normalization"
     requires = ("norm",)
     rows = Rows("batch_normalization", {"recompute": "recomputed"}, noun="batch norm", plural="batch norms")
-
-    def propose(self, sites: Sites) -> Iterator[tuple[str, str]]:
-        return ((name, name) for name in sites.batch_norms)
+    sites = "batch_norms"
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.is_off(_NORMS):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from memopt.patches.base import EXCLUDED, LEFT, InScopes, Patch, PlanView, Rows
 from memopt.patches.capabilities import Checks
 from memopt.recompute.rules import ELEMENTWISE
-from memopt.walk.sites import Sites
 
 
 class ChainsPatch(Patch, Checks):
@@ -17,9 +16,7 @@ class ChainsPatch(Patch, Checks):
     after = ("activation",)
     requires = ("replay",)
     rows = Rows("chain", {"recompute": "recomputed"}, noun="elementwise chain", plural="elementwise chains")
-
-    def propose(self, sites: Sites) -> Iterator[tuple[str, str]]:
-        return ((name, name) for name in sites.chained)
+    sites = "chained"
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.is_off("activations"):

@@ -21,7 +21,6 @@ from memopt.patches.base import (
     one_or_more,
 )
 from memopt.patches.capabilities import Checks, EngineSettings, Levels, Reports
-from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,10 +79,8 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         are_selected=False,  # the rules' `blocks` selects them
     )
     rules = CheckpointingRules
+    sites = "blocks"
     runs_again = True
-
-    def propose(self, sites: Sites) -> Iterator[tuple[str, str]]:
-        return ((block, block) for block in sites.blocks)
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str] | None:
         rules = plan.recipe.rules(CheckpointingRules)

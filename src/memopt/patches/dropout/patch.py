@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows, Rules
 from memopt.patches.capabilities import Reports
-from memopt.walk.sites import DropoutSite, Sites
+from memopt.walk.sites import DropoutSite
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,9 +30,7 @@ class DropoutPatch(Patch, Reports):
     requires = ("replay",)
     rows = Rows("dropout", {"seed": "seeded"}, noun="dropout", plural="dropouts")
     rules = DropoutRules
-
-    def propose(self, sites: Sites) -> Iterator[tuple[str, DropoutSite]]:
-        return ((site.name, site) for site in sites.dropouts)
+    sites = "dropouts"
 
     def decide(self, site: DropoutSite, plan: PlanView) -> tuple[str, str]:
         if site.probability == 0:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows, Rules
 from memopt.patches.capabilities import Checks, Output, Saves
 from memopt.recompute.rules import ELEMENTWISE, PRODUCT
-from memopt.walk.sites import GatedMLPSite, Sites
+from memopt.walk.sites import GatedMLPSite
 
 
 class GatedMLPRules(Rules):
@@ -27,9 +27,7 @@ class GatedMLPPatch(Patch, Checks):
     requires = ("activation", "linear")
     rows = Rows("gated_mlp", {"recompute": "recomputed"}, noun="gated MLP", plural="gated MLPs")
     rules = GatedMLPRules
-
-    def propose(self, sites: Sites) -> Iterator[tuple[str, GatedMLPSite]]:
-        return ((site.name, site) for site in sites.gated_mlps)
+    sites = "gated_mlps"
 
     def decide(self, site: GatedMLPSite, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.rules(GatedMLPRules).is_off:

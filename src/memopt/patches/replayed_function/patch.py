@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, InScopes, Patch, PlanView, Rows, Rules
 from memopt.patches.capabilities import Checks
-from memopt.walk.sites import FunctionSite, Sites
+from memopt.walk.sites import FunctionSite
 
 
 class ReplayedFunctionRules(Rules):
@@ -32,9 +32,7 @@ class ReplayedFunctionPatch(Patch, Checks):
         plural="modules with replayed functions",
     )
     rules = ReplayedFunctionRules
-
-    def propose(self, sites: Sites) -> Iterator[tuple[str, FunctionSite]]:
-        return ((site.name, site) for site in sites.functions)
+    sites = "functions"
 
     def decide(self, site: FunctionSite, plan: PlanView) -> tuple[str, str]:
         called = ", ".join(name for _, name in site.functions)

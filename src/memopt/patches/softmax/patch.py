@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, InScopes, Patch, PlanView, Rows, Rules
 from memopt.recompute.rules import PROBABILITIES
-from memopt.walk.sites import Sites
 
 
 class SoftmaxRules(Rules):
@@ -26,9 +24,7 @@ class SoftmaxPatch(Patch):
     after = ("dropout",)
     rows = Rows("softmax", {"recompute": "recomputed"}, noun="softmax", plural="softmaxes")
     rules = SoftmaxRules
-
-    def propose(self, sites: Sites) -> Iterator[tuple[str, str]]:
-        return ((name, name) for name in sites.softmaxes)
+    sites = "softmaxes"
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.rules(SoftmaxRules).is_off:
