@@ -34,7 +34,7 @@ def quantised_folder(folder: Path, **settings: Any) -> Path:
 
 def weights(config: transformers.PreTrainedConfig, sites: Sites, **training: Any) -> dict[str, int]:
     """Bytes of the tensors that are not trained."""
-    _, model, _ = build_trained(Step(config, Training(**training), sites))
+    model = build_trained(Step(config, Training(**training), sites)).trained
     make_fake(model, FakeTensorMode())
     return {each.name: each.nbytes for each in parameters_of(model) if not each.trained}
 
@@ -94,7 +94,7 @@ def test_another_quantisation_is_said_not_to_be_counted(
 def test_peft_asks_no_gradient_of_the_embeddings_of_a_model_in_4_bits(train: Train, asked: bool) -> None:
     config = named_config("bert")
     levels = load_recipe("exact-levels")  # it checkpoints blocks
-    model, _, _ = build_trained(Step(config, Training(train=train), sites_of(config), levels))
+    model = build_trained(Step(config, Training(train=train), sites_of(config), levels)).model
     assert bool(model.get_input_embeddings()._forward_hooks) is asked
 
 

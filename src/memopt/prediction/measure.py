@@ -156,11 +156,12 @@ class RealStep:
 
     def __init__(self, of: Step, setup: Setup, *, device: str = "cpu") -> None:
         training = of.training
-        base, self.model, _ = build_trained(of, quantised=_by_bitsandbytes)
+        built = build_trained(of, quantised=_by_bitsandbytes)
+        self.model = built.trained
         replace_tensors(self.model, _random(torch.device(device)))
         _pack(self.model, quantisation_of(of.config) or Quantisation())
         source = example_of(of.config, of.sites, training) if of.inputs is None else of.inputs
-        arguments = step_arguments(base, training, source, real=True)
+        arguments = step_arguments(built.model, training, source, real=True)
         self.arguments = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, arguments)
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = make_optimizer(trained, setup, foreach=device != "cpu")

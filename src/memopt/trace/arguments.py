@@ -27,7 +27,7 @@ from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.calls.inputs import MASKS, Call, masked, runs_there, step_inputs, training_targets
 from memopt.walk.flow.watch import autocast_of_meta
 from memopt.walk.models.alike import take_out
-from memopt.walk.models.build import build_meta
+from memopt.walk.models.build import build_meta, run_experts
 from memopt.walk.models.plain import plain_functions
 from memopt.walk.sites import FunctionSite, Sites
 
@@ -89,12 +89,6 @@ def step_arguments(
     return {**{name: _counted(name, target) for name, target in targets.items()}, **inputs}
 
 
-def group_experts(model: PreTrainedModel) -> None:
-    """Run experts as transformers trains them; the batched form of `build_meta` saves copies of weights per token."""
-    with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
-        model.set_experts_implementation("grouped_mm")
-
-
 @dataclass(frozen=True, eq=False)
 class _Model:
     """A cache key: equal to a key that holds the same two objects."""
@@ -124,7 +118,7 @@ _SHORT = 256
 @lru_cache(maxsize=8)
 def _finder(of: _Model, precision: Precision, dropout: bool) -> _Finder:
     model = build_meta(of.config, dtype=DTYPES[precision][0])
-    group_experts(model)
+    run_experts(model, "grouped_mm")
     model.train(dropout)
     short = copy.deepcopy(model)
     take_out(short, of.sites.blocks, groups=1)

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
 from memopt.torch_compat import FakeTensor
 from memopt.trace.adapters import add_adapters, add_live_adapters
-from memopt.trace.arguments import DTYPES, Example, example_of, group_experts, step_arguments
+from memopt.trace.arguments import DTYPES, Example, example_of, step_arguments
 from memopt.trace.emulate import CudaChoices, unpadded_masks
 from memopt.trace.fake import FakeReads, Fakes, FiniteValues, make_fake
 from memopt.trace.kernels import STAND_INS, attention_traced, notes_of
@@ -34,7 +34,7 @@ from memopt.trace.quantised import Quantisation, quantisation_of, quantise
 from memopt.trace.training import Step
 from memopt.walk.calls.batch import PASS_INPUTS
 from memopt.walk.models.attention import FLASH, switch, without_packages
-from memopt.walk.models.build import build_meta
+from memopt.walk.models.build import build_meta, run_experts
 from memopt.walk.models.config import config_nodes, one_line
 from memopt.walk.models.plain import exchanged, plain_functions
 from memopt.walk.sites import NormSite, Sites
@@ -50,24 +50,7 @@ def quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class TracedModel:
-    """A model on fake tensors that is ready for a step."""
-
-    model: PreTrainedModel
-    """The model without PEFT's wrapper; module names in `trained` have PEFT's prefix."""
-    trained: nn.Module
-    """The model with adapters, if the step trains adapters."""
-    run: Callable[[], Any]
-    """One forward, which returns the model's output."""
-    choices: Callable[[], contextlib.AbstractContextManager[Any]]
-    """Returns a context for backward in which the kernels of the device run."""
-    arguments: dict[str, Any]
-    """Keyword arguments of the forward."""
-    notes: list[str]
-    """Complete once the forward has run."""
-
-
-class Built(NamedTuple):
+class Built:
     """A model on the meta device, patched and with adapters as its step says."""
 
     model: PreTrainedModel
@@ -75,6 +58,19 @@ class Built(NamedTuple):
     trained: nn.Module
     """The model with adapters, if the step trains adapters."""
     notes: list[str]
+    """Of a `TracedModel` complete once the forward has run."""
+
+
+@dataclass(frozen=True)
+class TracedModel(Built):
+    """The same on fake tensors, ready for a step."""
+
+    run: Callable[[], Any]
+    """One forward, which returns the model's output."""
+    choices: Callable[[], contextlib.AbstractContextManager[Any]]
+    """Returns a context for backward in which the kernels of the device run."""
+    arguments: dict[str, Any]
+    """Keyword arguments of the forward."""
 
 
 _NO_LOSS = "Loss: none, since no labels were found that give one; its outputs count as they are."
@@ -89,7 +85,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
     if built is None:
         with without_packages():
             built = build_trained(of)
-    model, trained, notes = built
+    model, trained, notes = built.model, built.trained, built.notes
     too_long = _too_long(model, training.seq)
     if too_long is not None and has_table_of_positions(model):  # fake tensors never look up a position
         raise too_long
@@ -117,7 +113,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
             arguments = step_arguments(model, training, source)
             if inputs is None:
                 notes.extend(_sizes(config, arguments, training.image_side))
-            yield TracedModel(model, trained, run, choices, arguments, notes)
+            yield TracedModel(model, trained, notes, run, choices, arguments)
     except ModelError as error:
         raise ModelError(error.message, error.hint or (PASS_INPUTS if inputs is None else None)) from error
     except Exception as error:
@@ -180,7 +176,7 @@ def build_trained(
     weights, autocast = DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
     _widen_as_loaded(model, weights)
-    group_experts(model)
+    run_experts(model, "grouped_mm")
     notes = []
     if training.train == "qlora":
         how = quantisation_of(config) or Quantisation()

@@ -93,7 +93,7 @@ class NormSite:
     kind: NormKind
     hidden_size: int
     eps: float | None
-    """None for the machine epsilon of the dtype of the statistics; 0 for kinds without a formula."""
+    """None for the machine epsilon of the dtype of the statistics (fp32 for 16-bit inputs); 0 without a formula."""
     weight: str | None
     """Parameter name of the scale; None for a norm without one."""
     bias: str | None = None

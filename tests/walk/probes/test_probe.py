@@ -82,7 +82,7 @@ def probed(module: nn.Module) -> NormProbe:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_layer_norm_is_told_with_its_eps(eps: float, device: str) -> None:
     assert probed(nn.LayerNorm(WIDTH, eps=eps, device=device)) == NormProbe(
-        "layer", WIDTH, eps, "weight", "bias", 0, "after"
+        "", "layer", WIDTH, eps, "weight", "bias", 0, "after"
     )
 
 
@@ -99,7 +99,7 @@ def test_layer_norm_without_affine_is_found() -> None:
 
 def test_norm_without_parameters_or_width_is_found() -> None:
     probe = probed(AnyWidthRMS())
-    assert (probe.kind, probe.hidden_size, probe.eps) == ("rms", None, 1e-6)
+    assert (probe.kind, probe.hidden_size, probe.eps) == ("rms", 0, 1e-6)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])

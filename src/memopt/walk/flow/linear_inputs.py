@@ -35,16 +35,12 @@ _OPERATORS = {"rdiv": "div", "rpow": "pow", "rmatmul": "matmul"}
 
 
 class InputUse(NamedTuple):
-    """Other uses of the input of one linear, and uses of its output."""
+    """Other uses of the input of one linear, and uses of its output: the fields of `LinearSite` of the same names."""
 
     saved_by: tuple[str, ...]
-    """Operations other than linears that save the input, as ``"relu in mlp.act"``."""
     given_to: tuple[str, ...]
-    """Modules around the linear that take its input as argument, outermost first; their callers hold it meanwhile."""
     output_module: str = ""
-    """Module that computes the linear's output, adapters included, from its input alone; empty where there is none."""
     output_saved_by: tuple[str, ...] = ()
-    """Operations that save the output of `output_module`, linears included."""
 
 
 def input_uses(

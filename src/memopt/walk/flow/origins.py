@@ -18,7 +18,6 @@ from memopt.walk.aten.ops import MOVEMENT, NORM_FUNCTIONS, PADS
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
 from memopt.walk.calls.outputs import output_tensors
-from memopt.walk.probes.elementwise import ActivationProbe
 from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, LossHead
 
 _ONE_A_SAMPLE = "its logits are not a row of classes for each token, and small"
@@ -61,7 +60,7 @@ class _Gated:
 class Labels:
     """Collects sites while forwards run: in eval mode from the origins of tensors, with `training` from dropouts."""
 
-    def __init__(self, model: nn.Module, activations: Mapping[str, ActivationProbe]) -> None:
+    def __init__(self, model: nn.Module, activations: Mapping[str, ActivationSite]) -> None:
         self.activations_by_module = dict(activations)
         self.training = False
         self.function_norms: dict[str, str] = {}
@@ -98,7 +97,7 @@ class Labels:
         """Record that the activation module `name` ran."""
         if not self.training:
             probe = self.activations_by_module[name]
-            self._activated(name, _site(name, probe), source, output)
+            self._activated(name, replace(probe, name=name), source, output)
 
     def contraction(
         self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str, *, computed: bool = False
@@ -156,7 +155,8 @@ class Labels:
             if isinstance(tensor, Tensor) and str(key).endswith("logits") and tensor.dim() in (2, 3):
                 self._head(tensor, tensor.dim(), of_the_model=of_the_model)
         for _, tensor in output_tensors(output) if of_the_model else ():
-            if tensor.dim() == 3 and any(_is_near(tensor.shape[-1], size) for size in self._vocabularies):
+            last = tensor.shape[-1] if tensor.dim() == 3 else 0
+            if last and any(abs(last - size) <= _PADDED * size for size in self._vocabularies):
                 self._head(tensor, tensor.dim())
 
     def _head(self, logits: Tensor, dimensions: int, *, of_the_model: bool = True, read: int = 0) -> None:
@@ -318,7 +318,7 @@ class Labels:
         inside = {g.activation: g.site.name for g in self._gated.values()}
         seen = [replace(a.site, gated_mlp=inside.get(key)) for key, a in self._activations.items()]
         ran = {site.name for site in seen if site.is_module}
-        idle = (_site(name, probe) for name, probe in self.activations_by_module.items() if name not in ran)
+        idle = (replace(probe, name=name) for name, probe in self.activations_by_module.items() if name not in ran)
         return (*seen, *idle)
 
     def gated_sites(self) -> tuple[GatedMLPSite, ...]:
@@ -350,15 +350,6 @@ class Labels:
             tied_to = next((name for name in names if name != weight), None)
             obstacle = _ONE_A_SAMPLE if dimensions == 2 else ""
             yield LossHead(weight, vocab_size, self._linears[weight].module, tied_to, operations, obstacle)
-
-
-def _site(name: str, probe: ActivationProbe) -> ActivationSite:
-    replays, in_place = probe.replays, probe.in_place
-    return ActivationSite(name, probe.kind, True, probe.operations, replays, in_place, probe.parameters, probe.linear)
-
-
-def _is_near(classes: int, vocabulary: int) -> bool:
-    return abs(classes - vocabulary) <= _PADDED * vocabulary
 
 
 def _in_words(name: str, number: object) -> str:

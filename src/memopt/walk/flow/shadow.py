@@ -353,6 +353,6 @@ def _disagreement(probe: NormProbe, inputs: list[Tensor], output: Any) -> str | 
         return "its output is not one tensor in the shape of its input"
     if probe.kind == "channels":
         return None
-    if probe.hidden_size is not None and output.shape[-1] != probe.hidden_size:
+    if probe.hidden_size and output.shape[-1] != probe.hidden_size:
         return "its channels are not in the last dimension"
     return None

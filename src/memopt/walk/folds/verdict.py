@@ -8,7 +8,7 @@ the model, or cannot be made. A caution names a hidden state that a correct fold
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -45,18 +45,9 @@ def _judged(mode: ShadowMode, record: NormRecord, readers: list[_Weight], loss_h
     def full(attribute: str | None) -> str | None:
         return None if attribute is None else f"{record.name}.{attribute}" if record.name else attribute
 
-    site = NormSite(
-        name=record.name,
-        kind=probe.kind,
-        hidden_size=probe.hidden_size or record.width,
-        eps=probe.eps,
-        weight=full(probe.weight),
-        bias=full(probe.bias),
-        offset=probe.offset,
-        cast=probe.cast,
-        intermediates=probe.intermediates,
-        by_rows=probe.by_rows,
-    )
+    own = {field.name: getattr(probe, field.name) for field in fields(NormSite)}
+    own |= {"name": record.name, "hidden_size": probe.hidden_size or record.width}
+    site = NormSite(**own | {"weight": full(probe.weight), "bias": full(probe.bias)})
     if not record.calls:
         return replace(site, executed=False, fold_obstacles=("no forward of the walk ran it",))
     return replace(

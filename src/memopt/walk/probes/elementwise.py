@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.aten.precision import Float64Mode
 from memopt.walk.probes.isolate import Isolated, Traces, isolate, random_linear, run_on, signature, with_stand_ins
+from memopt.walk.sites import ActivationSite
 
 _AGREES = 1e-7
 _MAX_CHANNELS = 1 << 14
@@ -24,26 +25,10 @@ _VIEWS_AND_CASTS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ActivationProbe:
-    kind: str
-    """A key of `memopt.torch_compat.activations.ACTIVATIONS`, or ``other``."""
-    operations: int
-    """Aten ops that its forward runs, views and casts not counted."""
-    replays: bool
-    """True if a recompute is possible: no randomness, equal outputs in train and eval mode, no write into the input."""
-    parameters: bool = False
-    """True if the module has parameters: scalars, or one number for each channel."""
-    linear: str | None = None
-    """Name of the module's child linear, which runs first, if the activation reads that linear's output."""
-    in_place: bool = False
-    """True if the attribute `inplace` makes the module write into its input, and a recompute is possible without it."""
-
-
-def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationProbe | None:
-    """The nonlinearity that `module` computes; None when it is not elementwise or has large parameters. A module with
-    one child, a linear, counts if its output is an elementwise function of the linear's output and takes more than one
-    operation: a single operation saves the linear's output in any case."""
+def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationSite | None:
+    """The nonlinearity that `module` computes, as a site without a name; None when it is not elementwise or has large
+    parameters. A module with one child, a linear, counts if its output is an elementwise function of the linear's
+    output and takes more than one operation: a single operation saves the linear's output in any case."""
     linear = _only_linear(module)
     if linear is None and (next(module.children(), None) is not None or _channels(module) is None):
         return None
@@ -51,7 +36,7 @@ def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> 
     key = ("activation", linear, signature(module))
     if key not in cache:
         cache[key] = _probe(module) if linear is None else _probe_behind(module, linear)
-    result: ActivationProbe | None = cache[key]
+    result: ActivationSite | None = cache[key]
     return result
 
 
@@ -77,7 +62,7 @@ def _only_linear(module: nn.Module) -> str | None:
     return name if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
-def _probe_behind(module: nn.Module, linear: str) -> ActivationProbe | None:
+def _probe_behind(module: nn.Module, linear: str) -> ActivationSite | None:
     """The function of its linear's output that `module` computes, if that is all it computes."""
     probe = _probe(with_stand_ins(module, {linear: nn.Identity()}))
     if probe is None or probe.operations == 1 or not probe.replays:
@@ -95,7 +80,7 @@ def _probe_behind(module: nn.Module, linear: str) -> ActivationProbe | None:
     return replace(probe, linear=linear)
 
 
-def _probe(module: nn.Module) -> ActivationProbe | None:
+def _probe(module: nn.Module) -> ActivationSite | None:
     copy = isolate(module)
     if copy is None:
         return None
@@ -122,7 +107,7 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
     in_place = vars(copy.module).get("inplace") is True
     if in_place:
         vars(copy.module)["inplace"] = False
-    return ActivationProbe(kind, operations, repeats, has_parameters, in_place=in_place and replays(copy, x))
+    return ActivationSite("", kind, True, operations, repeats, in_place and replays(copy, x), has_parameters)
 
 
 def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -> bool:

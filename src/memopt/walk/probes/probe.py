@@ -19,7 +19,7 @@ from memopt.environment.generators import seed_cpu
 from memopt.torch_compat import BATCH_NORM_CLASSES
 from memopt.walk.probes.elementwise import replays
 from memopt.walk.probes.isolate import Isolated, isolate, keeps_intermediates, signature
-from memopt.walk.sites import BATCH_STATISTICS, CastOrder, NormKind
+from memopt.walk.sites import BATCH_STATISTICS, CastOrder, NormKind, NormSite
 
 #: Relative difference in fp64 up to which a module computes a formula.
 _AGREES = 1e-9
@@ -48,26 +48,13 @@ _OFFSETS: tuple[Literal[0, 1], ...] = (0, 1)
 
 
 @dataclass(frozen=True)
-class NormProbe:
-    """A norm: y = (offset + weight) * x_hat + bias, x_hat the normalised last dimension of its only tensor. In the
-    kinds without a formula, x_hat is any other function of the module's one or two tensors."""
+class NormProbe(NormSite):
+    """A norm alone: without a name, with the names of its own attributes as weight and bias, and with the width 0 if it
+    has no parameters and takes any width. In the kinds without a formula, x_hat is any other function of the module's
+    one or two tensors."""
 
-    kind: NormKind
-    hidden_size: int | None
-    """None for a norm without parameters that takes any width."""
-    eps: float | None
-    """None for the machine epsilon of the dtype that the statistics are computed in: fp32 for 16-bit inputs."""
-    weight: str | None
-    """Attribute that holds the scale."""
-    bias: str | None
-    offset: Literal[0, 1]
-    cast: CastOrder
     with_gate: NormProbe | None = None
     """The probe of the module when it is called with an optional second tensor; None if it takes one tensor only."""
-    intermediates: bool = True
-    """Whether the stock module saves more than its inputs for backward; not measured where there is a formula."""
-    by_rows: bool = False
-    """Whether each row of the inputs alone gives its row of the output; not measured where there is a formula."""
 
 
 def probe_norm(module: nn.Module, cache: dict[Any, Any] | None = None) -> NormProbe | str | None:
@@ -141,11 +128,11 @@ def _probe_plain(copy: Isolated) -> NormProbe | str | None:
                 return _MORE
             if fitted:
                 accepts_any = width == _ANY_WIDTH and width not in _declared_widths(copy.module)
-                return NormProbe(fitted[0], None if accepts_any else width, fitted[1], None, None, 0, "after")
+                return NormProbe("", fitted[0], 0 if accepts_any else width, fitted[1], None)
         with contextlib.suppress(*_FAILURES):
             for x in _channels(width) if width <= _MOST_CHANNELS else ():
                 if copy.tries(x) == x.shape and _standardises(copy, x):
-                    return _without_formula("channels", copy, None, _HIDDEN, x)
+                    return _without_formula("channels", copy, 0, _HIDDEN, x)
     return None
 
 
@@ -174,9 +161,8 @@ def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | N
         return _MORE
     cast = _cast_order(copy, weight, bias, offset, *fitted)
     gated = _gated(copy, slots, width)
-    return NormProbe(
-        fitted[0], width, fitted[1], weight, bias, offset, cast, gated if isinstance(gated, NormProbe) else None
-    )
+    with_gate = gated if isinstance(gated, NormProbe) else None
+    return NormProbe("", fitted[0], width, fitted[1], weight, bias, offset, cast, with_gate=with_gate)
 
 
 def _affine_structure(
@@ -271,7 +257,7 @@ def _gated(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | st
 
 
 def _without_formula(
-    kind: NormKind, copy: Isolated, width: int | None, found: _Affine | None, *inputs: Tensor
+    kind: NormKind, copy: Isolated, width: int, found: _Affine | None, *inputs: Tensor
 ) -> NormProbe | str | None:
     """The probe of a norm without a formula: its affine is known, and running it again recomputes it."""
     if found is None:
@@ -281,7 +267,7 @@ def _without_formula(
     weight, bias, offset = found
     intermediates = keeps_intermediates(copy, *inputs)
     by_rows = kind in ("gated", "other") and copy.is_by_rows(*inputs)
-    return NormProbe(kind, width, 0.0, weight or None, bias, offset, "after", None, intermediates, by_rows)
+    return NormProbe("", kind, width, 0.0, weight or None, bias, offset, intermediates=intermediates, by_rows=by_rows)
 
 
 def _fit(copy: Isolated, found: _Affine | None, width: int) -> tuple[NormKind, float | None] | None:
