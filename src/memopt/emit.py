@@ -21,7 +21,7 @@ from memopt.patches.capabilities import EngineSettings
 from memopt.patches.registry import having
 from memopt.plan.recipe import Recipe, dump_recipe
 from memopt.prediction.planner.choice import Choice
-from memopt.prediction.setup import TRAINER_NAMES, Optimizer, Sharding
+from memopt.prediction.setup import TRAINER_NAMES, Setup, Sharding
 from memopt.trace.training import ALL_LINEAR, Precision, Training
 
 RECIPE_FILE = "recipe.yaml"
@@ -42,16 +42,13 @@ class Planned:
     recipe: Recipe
     step: Training
     """The training step; its batch is one micro-batch on one device."""
-    accumulation: int = 1
-    optimizer: Optimizer = "adamw-fused"
-    sharding: Sharding | None = None
-    """How devices share the model; None if the plan is not about devices: the engine then shares in its usual way."""
-    devices: int | None = None
+    setup: Setup = field(default_factory=Setup)
     settings: dict[str, str] = field(default_factory=dict)
     """Values of engines' own settings, from the patches (`Patch.engine_settings`)."""
 
     patched: bool = False
-    """Whether the model is a folder that `memopt patch` writes."""
+    """Whether the model is a folder that `memopt patch` writes. Then the plan is not about devices: they share the
+    model in the engine's usual way."""
 
     @property
     def loading(self) -> str:
@@ -65,7 +62,7 @@ class Planned:
             precision, _, mixed = self.step.precision.partition("-")
             dtype = _DTYPES.get(precision, "float32")
             given = f"load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype}"
-            if self.sharding in ("fsdp", "zero3"):  # all shards must have one dtype
+            if self.setup.sharding in ("fsdp", "zero3"):  # all shards must have one dtype
                 given += f", bnb_4bit_quant_storage=torch.{dtype}"
             dtype += f", quantization_config=BitsAndBytesConfig({given})"
             then = f"prepare_model_for_kbit_training(model, False), {then}" if mixed else then
@@ -93,12 +90,12 @@ class Planned:
 
     def shared(self, engine: str, *ways: Sharding) -> Sharding:
         """How the devices share the model: one of `ways`, the first if the plan is not about devices; else an error."""
-        if self.sharding is None:
+        if self.patched:
             return ways[0]
-        if self.sharding in ways:
-            return self.sharding
+        if self.setup.sharding in ways:
+            return self.setup.sharding
         wanted = " or ".join(f"--sharding {way}" for way in ways if way != "none")
-        raise self.refusal(engine, f"sharding '{self.sharding}'", f"Plan with {wanted} --devices N.")
+        raise self.refusal(engine, f"sharding '{self.setup.sharding}'", f"Plan with {wanted} --devices N.")
 
     def refusal(self, engine: str, what: str, hint: str) -> UsageError:
         """The error for a plan that an engine's file cannot express."""
@@ -107,18 +104,9 @@ class Planned:
 
 def planned_step(model: str, recipe_file: str, choice: Choice) -> Planned:
     """The step that `memopt report --budget` chose."""
-    plan, setup = choice.plan, choice.setup
-    return Planned(
-        model,
-        recipe_file,
-        plan.recipe,
-        replace(choice.step, batch=plan.batch),
-        plan.accumulation,
-        setup.optimizer,
-        setup.sharding,
-        setup.devices,
-        _settings(plan.recipe, choice.blocks),
-    )
+    plan, step = choice.plan, replace(choice.step, batch=choice.plan.batch)
+    setup = replace(choice.setup, accumulation=plan.accumulation)
+    return Planned(model, recipe_file, plan.recipe, step, setup, _settings(plan.recipe, choice.blocks))
 
 
 def patched_step(folder: str, recipe_file: str, recipe: Recipe, blocks: Sequence[str], dtype: str | None) -> Planned:
@@ -182,17 +170,17 @@ def file_names() -> frozenset[str]:
 
 def _trainer_name(engine: str, planned: Planned) -> str:
     """The Trainer's name for the optimizer; axolotl uses the same names."""
-    if planned.optimizer not in TRAINER_NAMES:
-        hint = f"Plan with one of: {', '.join(TRAINER_NAMES)}."
-        raise planned.refusal(engine, f"optimizer {planned.optimizer}", hint)
-    return TRAINER_NAMES[planned.optimizer]
+    optimizer = planned.setup.optimizer
+    if optimizer not in TRAINER_NAMES:
+        raise planned.refusal(engine, f"optimizer {optimizer}", f"Plan with one of: {', '.join(TRAINER_NAMES)}.")
+    return TRAINER_NAMES[optimizer]
 
 
 def _trainer(engine: str, planned: Planned, sharding: Sharding) -> str:
     precision = _mixed_precision(engine, planned, sharding)
     values: dict[str, Any] = {
         "per_device_train_batch_size": planned.step.batch,
-        "gradient_accumulation_steps": planned.accumulation,
+        "gradient_accumulation_steps": planned.setup.accumulation,
         "optim": _trainer_name(engine, planned),
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
@@ -215,16 +203,15 @@ def _accelerate(engine: str, planned: Planned, sharding: Sharding) -> str:
         "distributed_type": kinds.get(sharding, "DEEPSPEED"),
         "mixed_precision": _mixed_precision(engine, planned, sharding),
     }
-    if planned.devices is not None:
-        values["num_processes"] = planned.devices
+    if not planned.patched:
+        values["num_processes"] = planned.setup.devices
     if sharding == "fsdp":
         values["fsdp_config"] = {f"fsdp_{key}": value for key, value in _FSDP.items()}
     elif sharding.startswith("zero"):
         stage = int(sharding[-1])
-        values["deepspeed_config"] = {"zero_stage": stage, "gradient_accumulation_steps": planned.accumulation}
-    own = (
-        f"Micro-batches of {planned.step.batch}, {planned.accumulation} in a step, {planned.optimizer}: in your script."
-    )
+        values["deepspeed_config"] = {"zero_stage": stage, "gradient_accumulation_steps": planned.setup.accumulation}
+    batch, setup = planned.step.batch, planned.setup
+    own = f"Micro-batches of {batch}, {setup.accumulation} in a step, {setup.optimizer}: in your script."
     return _yaml(planned, "accelerate launch --config_file ...", values, own)
 
 
@@ -232,7 +219,7 @@ def _deepspeed_values(planned: Planned, sharding: str) -> dict[str, Any]:
     """Its 16-bit modes keep fp32 weights beside the 16-bit weights. The estimate for `--sharding zero*` counts both."""
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": planned.step.batch,
-        "gradient_accumulation_steps": planned.accumulation,
+        "gradient_accumulation_steps": planned.setup.accumulation,
         "zero_optimization": {"stage": int(sharding[-1])},
     }
     precision, _, mixed = planned.step.precision.partition("-")
@@ -253,7 +240,7 @@ def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
         "plugins": ["memopt.axolotl.Plugin"],
         "memopt_recipe": planned.recipe_file,
         "micro_batch_size": planned.step.batch,
-        "gradient_accumulation_steps": planned.accumulation,
+        "gradient_accumulation_steps": planned.setup.accumulation,
         "optimizer": _trainer_name(engine, planned),
         "bf16": False,
         "gradient_checkpointing": False,
@@ -281,10 +268,10 @@ def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
 
 def _torchtitan(engine: str, planned: Planned, sharding: Sharding) -> str:
     """Arguments of torchtitan's command line, its only form of settings: one per line, the last one a sub-command."""
-    step = planned.step
+    step, setup, devices = planned.step, planned.setup, planned.setup.devices
     refuse = [
         (step.has_adapters, "LoRA", "Plan with --train full."),
-        (planned.optimizer != "adamw-fused", f"optimizer {planned.optimizer}", "Plan with --optimizer adamw-fused."),
+        (setup.optimizer != "adamw-fused", f"optimizer {setup.optimizer}", "Plan with --optimizer adamw-fused."),
         (step.precision.startswith("fp16"), step.precision, "Plan with --precision bf16 or bf16-mixed."),
         (planned.checkpointed == "some", "activation checkpointing of chosen blocks (only of all or none)",
          "Give a recipe with checkpointing.method full or none."),
@@ -293,10 +280,9 @@ def _torchtitan(engine: str, planned: Planned, sharding: Sharding) -> str:
     for wrong, what, hint in refuse:
         if wrong:
             raise planned.refusal(engine, what, hint)
-    devices = planned.devices or 1
     values = {
         "training.local-batch-size": step.batch,
-        "training.global-batch-size": step.batch * planned.accumulation * devices,
+        "training.global-batch-size": step.batch * setup.accumulation * devices,
         **({} if step.seq is None else {"training.seq-len": step.seq}),
         "training.dtype": "bfloat16" if step.precision == "bf16" else "float32",
         "training.mixed-precision-param": "float32" if step.precision == "fp32" else "bfloat16",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memopt.errors import UsageError
-from memopt.prediction.cards import CARDS, GIB, find_card
+from memopt.prediction.cards import CARDS, find_card
+from memopt.prediction.setup import GIB
 
 
 @pytest.mark.parametrize(

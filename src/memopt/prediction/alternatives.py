@@ -11,11 +11,11 @@ from memopt.errors import ModelError, UsageError
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.plan.shipped import EXACT
-from memopt.prediction.cards import GIB, Card, find_card, setup_on
+from memopt.prediction.cards import Card, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
 from memopt.prediction.largest import MOST_ROWS, Scaled, largest
 from memopt.prediction.peak import MATTERS, Prediction, attention_remedy, combine, is_mask
-from memopt.prediction.setup import Optimizer, Setup
+from memopt.prediction.setup import GIB, Optimizer, Setup
 from memopt.trace.estimate import has_table_of_positions, max_positions
 from memopt.trace.events import Trace
 from memopt.trace.subject import code_of, subject_of

@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memopt.errors import UsageError
-from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER, Setup
+from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER, GIB, MIB, Setup
 
 if TYPE_CHECKING:
     from memopt.trace.operations import Operation
 
-GIB = 1 << 30
 #: PCI Express of 16 lanes, bytes per second in one direction, by generation.
 _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
-_SIZES = {"GiB": GIB, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6, "TiB": 1 << 40, "TB": 10**12}
+_SIZES = {"GiB": GIB, "GB": 10**9, "MiB": MIB, "MB": 10**6, "TiB": 1 << 40, "TB": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(_SIZES) + r")", re.IGNORECASE)
 #: Words in device names that do not distinguish cards.
 _NOISE = {"nvidia", "geforce", "tesla", "amd", "instinct", "generation", "sxm", "sxm2", "sxm4", "sxm5", "hbm3", "hbm3e"}
@@ -52,7 +51,7 @@ class Card:
     @property
     def rates(self) -> str:
         """The name of the card whose rates these are."""
-        return self.name if self.is_named else _RATES_OF_A_SIZE
+        return self.name if self.is_named else USUAL_CARD
 
     def nanoseconds(self, operations: Iterable[Operation]) -> int:
         """Estimated time of `operations`, which run one after another: FLOPs / rate or bytes / bandwidth, whichever is
@@ -97,7 +96,8 @@ CARDS: tuple[Card, ...] = (
     _card("B200", 178.35, 2250.0, 75.0, 7700, 5, "NVIDIA HGX B200"),
     _card("MI300X", 191.69, 1307.4, 163.4, 5300, 5, "AMD Instinct MI300X"),
 )
-_RATES_OF_A_SIZE = "A100 80GB"
+#: The card whose rates are used if only a size is known, or nothing.
+USUAL_CARD = "A100 80GB"
 #: Cards whose cuBLAS workspace is larger.
 _HOPPER = ("H100", "H200", "B200", "RTX 5090")
 
@@ -140,7 +140,7 @@ def _sized(text: str, size: re.Match[str]) -> Card:
     memory = round(float(size[1]) * _SIZES[unit])
     if not memory:
         raise UsageError(f"A card of '{text}' has no memory.", "Give its size, e.g. 24GiB.")
-    like = find_card(_RATES_OF_A_SIZE)
+    like = find_card(USUAL_CARD)
     source = f"a size was given; rates of an {like.name}"
     return replace(like, name=f"{size[1]} {unit}", memory=memory, source=source, is_named=False)
 

@@ -13,7 +13,7 @@ Optimizer = Literal[
 ]  # fmt: skip
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 
-MIB = 1 << 20
+GIB, MIB = 1 << 30, 1 << 20
 #: Bytes of the workspace that PyTorch gives a cuBLAS handle: ``:4096:2:16:8`` KiB, and 32 MiB from Hopper on
 #: (aten/src/ATen/cuda/CublasHandlePool.cpp).
 CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024

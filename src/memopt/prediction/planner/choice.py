@@ -9,10 +9,8 @@ from typing import Any
 
 from memopt.errors import printable
 from memopt.plan.recipe import Recipe, dump_recipe
-from memopt.prediction.setup import Setup
+from memopt.prediction.setup import GIB, MIB, Setup
 from memopt.trace.training import Training
-
-GIB, MIB = 1 << 30, 1 << 20
 
 
 def in_words(nbytes: int, budget: int | None = None) -> str:

@@ -17,7 +17,7 @@ from memopt.errors import ModelError, UsageError
 from memopt.patches.base import Effect
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
-from memopt.prediction.cards import Card, find_card, setup_on
+from memopt.prediction.cards import USUAL_CARD, Card, find_card, setup_on
 from memopt.prediction.optimizers import Form
 from memopt.prediction.peak import MARGIN
 from memopt.prediction.planner.choice import Choice, Frontier
@@ -36,9 +36,6 @@ from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import is_own_code, trust_code
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
-
-#: The card whose rates are used if no card is named.
-_USUAL_CARD = "A100 80GB"
 
 
 @generators_kept()
@@ -65,7 +62,7 @@ def plan_training(
         NegativeVerdict: nothing fits; the message gives the bytes of the smallest plan.
         UsageError: `budget` or `card` is not known.
     """
-    rates = find_card(card or (budget if isinstance(budget, str) else _USUAL_CARD))
+    rates = find_card(card or (budget if isinstance(budget, str) else USUAL_CARD))
     setup = replace(setup or Setup(), memory=None if budget is None else _size(budget))
     of = step_of(request)
     task = _task(str(request.model), of, setup, rates)
@@ -74,12 +71,9 @@ def plan_training(
 
 
 def _plan_step(name: str, of: Step, budget: str | int, setup: Setup, parameters: Sequence[Parameter]) -> Choice:
-    """The fastest plan for a model with these parameters and buffers, whatever its config implies.
-
-    Raises:
-        ModelError: the traced step trains other parameters than the adapters of the model.
-    """
-    rates = find_card(budget if isinstance(budget, str) else _USUAL_CARD)
+    """The fastest plan for a model with these parameters and buffers, whatever its config implies. Raises a ModelError
+    if the traced step trains other parameters than the adapters of the model."""
+    rates = find_card(budget if isinstance(budget, str) else USUAL_CARD)
     task = _task(name, of, replace(setup, memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
     if of.adapters is not None and _forms(own.trace.parameters) != _forms(parameters):
