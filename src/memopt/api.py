@@ -120,7 +120,7 @@ def summary(model: nn.Module) -> Summary:
 
     A wrapper or copy of a patched model has the same summary.
     """
-    from memopt.reporting.terminal import summarize
+    from memopt.reporting.terminal import Summary
 
     swapped, others = sum(is_swapped(module) for module in model.modules()), shadowed(model)
     remarks = [
@@ -129,7 +129,10 @@ def summary(model: nn.Module) -> Summary:
         for owner, names in others.items()
     ]
     remarks += [line for patch in having(Reports) for line in patch.remarks(model)]
-    return summarize(swapped - sum(map(len, others.values())), record_of(model), remarks)
+    running, record = swapped - sum(map(len, others.values())), record_of(model)
+    if record is None:
+        return Summary(running)
+    return Summary(running, record.plan, record.refused, (*remarks, *record.plan.idle))
 
 
 @generators_kept()

@@ -292,7 +292,7 @@ def fit(
     request = Request.of(locals())
     setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
     setup.check_precision(request.precision)
-    return Fit.of(headline(request, gpu=gpu, setup=setup, longest=longest))
+    return Fit(**vars(headline(request, gpu=gpu, setup=setup, longest=longest)))
 
 
 def unpatch_checkpoint(

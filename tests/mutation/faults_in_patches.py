@@ -290,7 +290,7 @@ PATCHES: tuple[Fault, ...] = (
     ),
     Fault(
         "logits that are read late compare versions alone",
-        "compares = values and (snapshot.is_late or snapshot.is_on_cpu)",
+        "compares = values and (snapshot.is_late or all(tensor.is_cpu for tensor in snapshot.tensors))",
         "compares = values and not self.head.records",
         ("tests/patches/test_loss_kept.py",),
     ),

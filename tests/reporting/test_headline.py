@@ -117,7 +117,7 @@ def test_the_column_that_decides_has_the_margin(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_answer_has_fields_and_prints_as_the_command_does() -> None:
-    answer = Fit.of(HEADLINE)
+    answer = Fit(**vars(HEADLINE))
     assert str(answer) == as_text(headline_tables(HEADLINE))
     assert (answer.fits, answer.largest_batch, answer.longest_sequence) == (True, 3, 8192)
     assert answer.peak_bytes["memopt"]["saved activations"] == 2 * GIB

@@ -98,11 +98,10 @@ def quoted(path: object) -> str:
     text = str(path)
     if text.isprintable():
         return shlex.quote(text)
-    return "$'" + "".join(c if c.isprintable() and c not in "\\'" else _as_bytes(c) for c in text) + "'"
-
-
-def _as_bytes(c: str) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
+    shown = (
+        c if c.isprintable() and c not in "\\'" else "".join(f"\\x{byte:02x}" for byte in os.fsencode(c)) for c in text
+    )
+    return f"$'{''.join(shown)}'"
 
 
 class Checked:

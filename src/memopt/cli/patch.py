@@ -132,16 +132,8 @@ def convert(command: str, adapter: Path, model: str, out: Path | None, *, json_o
         result = convert_adapter(adapter, model, out, note=lambda text: common.note(f"note: {text}"), **options)
     with common.result(f"'{result.out}' was written and is complete."):
         if json_output:
-            fields = {
-                "adapter": str(result.adapter),
-                "output": str(result.out),
-                "fits": dataclasses.asdict(result.fits),
-                "base": result.base,
-                "changed": result.changed,
-                "tensors": result.tensors,
-                "notes": result.notes,
-            }
-            common.print_json(common.document(command, "pass", model=model, **fields))
+            fields = dataclasses.asdict(result)
+            common.print_json(common.document(command, "pass", model=model, output=fields.pop("out"), **fields))
             return common.EXIT_OK
         tensors = f"{len(result.changed)} of {common.plural(result.tensors, 'tensor')} changed"
         common.say(f"Wrote {result.out}: an adapter for the {result.fits.form} model, {tensors}; same function.")

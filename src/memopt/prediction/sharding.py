@@ -134,7 +134,11 @@ def _fsdp(traced: Trace, devices: int) -> Share:
             scatter(group)
     scatter(-1)  # after backward
     events += [Event(each, False, "backward") for each in (*before, *gathered)]
-    forms = tuple((_rows_over(each.shape, devices), each.dtype) for each in traced.parameters if each.is_stepped)
+    forms = tuple(
+        ((-(-each.shape[0] // devices), *each.shape[1:]) if each.shape else (), each.dtype)
+        for each in traced.parameters
+        if each.is_stepped
+    )
     note = (
         "FSDP2: a group for each block and one for the rest; gathered are the rest, the running block, and a flat "
         "buffer of one block; weights, gradients and states in the dtype of the weights, no offload."
@@ -176,10 +180,6 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
         f"DeepSpeed's default buckets ({_REDUCED:,} elements), no offload."
     )
     return Share(tuple(resident), tuple(events), tuple(gradients), (((part,), torch.float32),), tuple(copies), (note,))
-
-
-def _rows_over(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
-    return (-(-shape[0] // devices), *shape[1:]) if shape else shape
 
 
 def _buffer(nbytes: int, operation: str) -> Storage:

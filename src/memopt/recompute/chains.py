@@ -134,7 +134,7 @@ class Chains:
                 output = self._replace(output, *_steps(call))  # type: ignore[misc]
             for part, each in enumerate(output) if isinstance(output, (tuple, list)) else ((None, output),):
                 if type(each) in PLAIN_TYPES:
-                    reference = weakref.ref(each, functools.partial(self._forget, id(each)))
+                    reference = weakref.ref(each, functools.partial(self._known.pop, id(each)))
                     self._known[id(each)] = reference, each._version, _Made(call, part)
         return output
 
@@ -180,9 +180,6 @@ class Chains:
         if self._found is not None:
             self._found(gain, call)
         return True
-
-    def _forget(self, key: int, _: object) -> None:
-        self._known.pop(key, None)
 
 
 def in_order(last: ChainCall) -> list[ChainCall]:

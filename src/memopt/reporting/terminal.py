@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from rich.text import Text
 from memopt.errors import printable
 from memopt.patches.base import PlanView
 from memopt.patches.checks import Check
-from memopt.patches.record import Record
 from memopt.patches.registry import rows
 from memopt.plan.plan import Entry, Plan, coverage_totals
 from memopt.plan.shipped import shipped
@@ -186,22 +185,9 @@ class Summary:
     __repr__ = __str__
 
 
-def summarize(modules: int, record: Record | None, remarks: Iterable[str]) -> Summary:
-    """Summary of a model with `modules` patched modules and the record that it carries."""
-    if record is None:
-        return Summary(modules)
-    return Summary(modules, record.plan, record.refused, (*remarks, *record.plan.idle))
-
-
 @dataclass(frozen=True)
 class Fit(Headline):
     """The answer of :func:`memopt.fit`; `print` shows the output of ``memopt report``."""
-
-    @classmethod
-    def of(cls, headline: Headline) -> Fit:
-        """`headline` as a `Fit`."""
-        values: dict[str, Any] = {each.name: getattr(headline, each.name) for each in fields(headline)}
-        return cls(**values)
 
     def __str__(self) -> str:
         return as_text(headline_tables(self))

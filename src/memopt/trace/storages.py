@@ -148,7 +148,8 @@ class StorageTracker(TracingMode):
                     aliases = {storage_id(each) for each in inputs}
                 if address in aliases:
                     continue
-                operation = _name(func)
+                name = operator_schema(func).name if is_operator(func) else str(func)
+                operation = name.removeprefix("aten::")
                 source, of_parameter = None, False
                 if operation in _COPIES and inputs:
                     source = self.birth(storage_id(inputs[0]))
@@ -168,8 +169,3 @@ class StorageTracker(TracingMode):
 
     def _record(self, storage: torch.UntypedStorage, birth: Birth, args: Any) -> None:
         self._born[storage_id(storage)] = (weak_storage(storage), birth)
-
-
-def _name(func: Any) -> str:
-    name: str = operator_schema(func).name if is_operator(func) else str(func)
-    return name.removeprefix("aten::")

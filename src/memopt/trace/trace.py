@@ -183,15 +183,14 @@ def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
         allocated = root.born == index
         if allocated:
             made[root] = _storage(root, found)
-        events.append(Event(made[root], allocated, _moment(made[root], index, found)))
+        moment: Moment = "forward" if index < found.forward_ends else "backward"
+        if index >= found.backward_ends:
+            moment = "optimizer step"
+        elif made[root].part == "loss":
+            moment = "loss"
+        events.append(Event(made[root], allocated, moment))
         numbers.append(index)
     return tuple(events), numbers
-
-
-def _moment(storage: Storage, index: int, found: Record) -> Moment:
-    if index >= found.backward_ends:
-        return "optimizer step"
-    return "loss" if storage.part == "loss" else "forward" if index < found.forward_ends else "backward"
 
 
 def _storage(life: Lifetime, found: Record) -> Storage:

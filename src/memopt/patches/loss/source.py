@@ -100,16 +100,12 @@ class Snapshot:
         From then on a change is likely, and every read of the logits compares: that synchronises a GPU."""
         # Tensors of a trace have no numbers, and ZeRO-3 fetches those of its weights for a call alone.
         has_numbers = (type(each) in (Tensor, nn.Parameter) and not each.is_meta for each in tensors)
-        self._tensors = tensors if all(has_numbers) and not any(map(is_partitioned, tensors)) else ()
+        self.tensors = tensors if all(has_numbers) and not any(map(is_partitioned, tensors)) else ()
         self._numbers, self.is_late = self._read(), is_late
 
     def is_unchanged(self) -> bool:
         pairs = zip(self._read(), self._numbers, strict=True)
         return all(now == was if isinstance(was, bytes) else torch.equal(now, was) for now, was in pairs)
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return all(tensor.is_cpu for tensor in self._tensors)
 
     @torch.no_grad()
     def _read(self) -> list[Any]:
@@ -117,7 +113,7 @@ class Snapshot:
         stay there, since copying them would wait for it."""
         found: list[Any] = []
         with no_dispatch():  # modes around the call may round results
-            for tensor in self._tensors:
+            for tensor in self.tensors:
                 count = round(1024 ** (1 / max(1, tensor.dim())))
                 few = tensor[tuple(slice(None, None, max(1, n // count)) for n in tensor.shape)]
                 few = few.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
@@ -282,7 +278,7 @@ class Source:
                 )
         same = versions_of(self.head.tensors) == self.head.versions and versions_of((self.x,)) == self.versions
         snapshot = self.head.snapshot
-        compares = values and (snapshot.is_late or snapshot.is_on_cpu)
+        compares = values and (snapshot.is_late or all(tensor.is_cpu for tensor in snapshot.tensors))
         if same and self.head.is_unchanged and (not compares or snapshot.is_unchanged()):
             return
         raise RuntimeError(

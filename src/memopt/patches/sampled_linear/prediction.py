@@ -31,12 +31,13 @@ _COPIES = 4
 
 def predicted_errors(trial: Trial) -> SamplingErrors:
     """The error of each sampled weight's gradient, if the trial's source is a local folder with weights."""
-    recipe, rules = trial.recipe, trial.recipe.rules(SampledLinearRules)
-    if not _has_weights(Path(trial.source)):
+    recipe, rules, folder = trial.recipe, trial.recipe.rules(SampledLinearRules), Path(trial.source)
+    if not folder.is_dir() or not any(True for ending in ("safetensors", "bin") for _ in folder.glob(f"*.{ending}")):
         return not_measured(recipe, "the weights are not in a local folder")
     try:
         model = trial.stock()
-        if not _fits(model):
+        needed = sum(p.numel() for p in model.parameters()) * torch.float32.itemsize * _COPIES
+        if needed >= psutil.virtual_memory().available:
             return not_measured(recipe, "a training step in fp32 does not fit into memory here")
         model = nn.Module.float(model)
         plan = trial.plan(model)
@@ -53,15 +54,6 @@ def not_measured(recipe: RecipeView, why: str) -> SamplingErrors:
     """A result without errors, for a recipe that could not be measured, with the reason `why`."""
     rules = recipe.rules(SampledLinearRules)
     return SamplingErrors(rules.method, rules.budget, probe="", why_not=why)
-
-
-def _has_weights(folder: Path) -> bool:
-    return folder.is_dir() and any(True for pattern in ("*.safetensors", "*.bin") for _ in folder.glob(pattern))
-
-
-def _fits(model: nn.Module) -> bool:
-    needed = sum(p.numel() for p in model.parameters()) * torch.float32.itemsize * _COPIES
-    return bool(needed < psutil.virtual_memory().available)
 
 
 @contextlib.contextmanager

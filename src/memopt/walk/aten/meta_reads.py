@@ -56,7 +56,7 @@ class MetaReads(TorchDispatchMode):
             devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             if devices != {"cpu", "meta"}:
                 raise
-            args, kwargs = tree_map(_to_meta, (args, kwargs))
+            args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             return func(*args, **(kwargs or {}))
 
     def _where_it_is(self, source: torch.Tensor, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,10 +80,6 @@ def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
     if index is None or not index.is_meta or index.dtype != torch.bool:
         return (index,)
     return [index.new_empty(index.numel(), dtype=torch.int64)] * index.dim()
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 class MetaShapes:

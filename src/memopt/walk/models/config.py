@@ -49,7 +49,8 @@ def load_config(
     """Config of the model in the folder, or under the hub id, `source`. Raises a ModelError that says which: the
     folder, file, id, revision or model type is missing, broken or not allowed."""
     folder = model_folder(source, revision)
-    path = _config_on_hub(str(source), revision) if folder is None else _config_in_folder(folder)
+    download = partial(huggingface_hub.hf_hub_download, str(source), CONFIG_FILE, revision=revision)
+    path = from_hub(str(source), revision, CONFIG_FILE, download) if folder is None else _config_in_folder(folder)
     settings = _read(path, source)
     _check_known(settings, source, trust_remote_code)
     try:
@@ -163,11 +164,6 @@ def _config_in_folder(folder: Path) -> Path:
     raise ModelError(
         f"'{folder}' is not a model: it has no {CONFIG_FILE}.", "Give a folder written by save_pretrained, or a hub id."
     )
-
-
-def _config_on_hub(source: str, revision: str | None) -> Path:
-    download = partial(huggingface_hub.hf_hub_download, source, CONFIG_FILE, revision=revision)
-    return from_hub(source, revision, CONFIG_FILE, download)
 
 
 def _read(path: Path, source: str | Path) -> dict[str, Any]:

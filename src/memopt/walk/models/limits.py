@@ -44,17 +44,14 @@ def check_counts(settings: Mapping[str, Any]) -> None:
             queue += [item for item in value if isinstance(item, dict | list)]
         elif isinstance(value, dict):
             for name, item in value.items():
-                if _COUNT.fullmatch(name) and any(type(n) in (int, float) and n > _MAX_COUNT for n in _numbers(item)):
+                numbers = item if isinstance(item, list) else [item]
+                if _COUNT.fullmatch(name) and any(type(n) in (int, float) and n > _MAX_COUNT for n in numbers):
                     raise ModelError(
                         f"Its {name!a} is above {_MAX_COUNT:,}, more than any model has.", "Correct config.json."
                     )
                 if name in _LAYERS and type(item) is int and item < 1:
                     raise ModelError(f"Its {name!a} is {item}, and a model has a layer.", "Correct config.json.")
                 queue.append(item)
-
-
-def _numbers(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 @contextlib.contextmanager

@@ -130,6 +130,7 @@ _IMAGE_TOKENS = re.compile(r"mm_tokens_per_image|image_(seq_length|token_num|tok
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 _WINDOW = re.compile(r"sliding_window(_size)?|attention_chunk_size")
 _CHUNK = re.compile(r"(mamba_|ssm_)?chunk_size")
+_SOUND, _VOCABULARY = re.compile("max_source_positions"), re.compile(".*vocab_size.*")
 
 
 def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None, sizes: bool) -> PreTrainedConfig:
@@ -148,14 +149,17 @@ def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None, sizes: 
             _cut_images(nodes)
             _cut_unpatched_images(nodes)
     if recipe.vocabulary:
-        _cut_vocabulary(nodes)
+        for node in nodes:
+            _limit(node, _VOCABULARY, VOCABULARY)
+        _move_token_ids(nodes)
     if recipe.depth:
         for node in towers:
             cut_tower(node)
         for node in nodes:
-            _cut_windows(node)
-            if sizes:
-                _cut_sounds(node)
+            _limit(node, _WINDOW, WINDOW)
+            _limit(node, _CHUNK, CHUNK)
+            if sizes and integer_field(node, "num_mel_bins"):
+                _limit(node, _SOUND, AUDIO_POSITIONS)
     if chosen := depth or recipe.layers:
         return with_depth(small, chosen)
     return cut_depth(small) if recipe.depth else small
@@ -198,14 +202,6 @@ def name_placeholders(config: PreTrainedConfig) -> None:
             setattr(config, name, min(sizes) - token)
 
 
-def _cut_vocabulary(nodes: list[PreTrainedConfig]) -> None:
-    for node in nodes:
-        for name, value in integer_fields(node):
-            if "vocab_size" in name and value > VOCABULARY:
-                setattr(node, name, VOCABULARY)
-    _move_token_ids(nodes)
-
-
 def _move_token_ids(nodes: list[PreTrainedConfig]) -> None:
     """Ids beyond the new vocabulary move to its top, the same old id to the same new one in every config."""
     fields = [
@@ -231,17 +227,11 @@ def _tokens(value: Any) -> list[int]:
     return [item for item in (value if isinstance(value, list | tuple) else [value]) if is_integer(item)]
 
 
-def _cut_windows(node: PreTrainedConfig) -> None:
+def _limit(node: PreTrainedConfig, pattern: re.Pattern[str], most: int) -> None:
+    """Let no integer field whose name matches exceed `most`."""
     for name, value in integer_fields(node):
-        for pattern, size in ((_WINDOW, WINDOW), (_CHUNK, CHUNK)):
-            if pattern.fullmatch(name) and value > size:
-                setattr(node, name, size)
-
-
-def _cut_sounds(node: PreTrainedConfig) -> None:
-    for name, value in integer_fields(node):
-        if name == "max_source_positions" and value > AUDIO_POSITIONS and integer_field(node, "num_mel_bins"):
-            setattr(node, name, AUDIO_POSITIONS)
+        if pattern.fullmatch(name) and value > most:
+            setattr(node, name, most)
 
 
 def _counted(nodes: list[PreTrainedConfig]) -> bool:

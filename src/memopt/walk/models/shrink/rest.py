@@ -38,6 +38,7 @@ _WIDTH = re.compile(
 _NO_WIDTH = re.compile(
     r".*(image|patch|position|window|kernel|length|stride|chunk|crop|batch|head_dim|label|mel|num_lat|input|feature|downsampl|samples|sampling|conv).*"
 )
+#: Fields whose name says that they equal another width: the groups of a depthwise convolution.
 _FOLLOWS = re.compile(r".*groups|.*_features")
 _RATES = re.compile(r".*(up|down)sampl.*(ratios|rates|factors)")
 _FIRST_WIDTH = re.compile(r".*filters|base_(channels|dim)")
@@ -60,7 +61,9 @@ def cut_rest(nodes: list[PreTrainedConfig], before: list[dict[str, Any]], links:
             if old.get(name) == value and name != staged:
                 setattr(node, name, _smaller(name, value, links, _target(name, node), counted))
     for node, old in pairs:
-        _follow_widths(node, links)
+        for name, value in integer_fields(node):
+            if _FOLLOWS.fullmatch(name) and value in links:
+                setattr(node, name, links[value])
         settle_head_parts(node, old)
 
 
@@ -151,10 +154,3 @@ def _divides(factor: int, widths: list[int], multiples: list[list[int]]) -> bool
         if len(heads) == len(widths):
             units = [math.lcm(unit, count) for unit, count in zip(units, heads, strict=True)]
     return all(width % (factor * unit) == 0 for width, unit in zip(widths, units, strict=True))
-
-
-def _follow_widths(node: PreTrainedConfig, links: dict[int, int]) -> None:
-    """Fields whose name says that they equal another width (the groups of a depthwise convolution) follow it."""
-    for name, value in integer_fields(node):
-        if _FOLLOWS.fullmatch(name) and value in links:
-            setattr(node, name, links[value])
