@@ -52,16 +52,11 @@ _classes: dict[tuple[type[nn.Module], Forward, Callable[..., Any]], type[nn.Modu
 
 def swap_forward(module: nn.Module, forward: Forward, state: object, reads: Reads | None = None) -> None:
     """Make `module` run ``forward(stock_forward, state, module, ...)``; `state` is small plain data kept on `module`.
+    If one of the values in `reads`, which the stock forward reads, has changed, the module runs its stock forward.
 
     If the forward of the module's class is replaced later, the module runs the new one, because `forward` was proved
-    against the old one only. A `forward` marked with :func:`wraps_any_forward` runs anyway, around the new one.
-
-    Args:
-        reads: values that the stock forward reads; if one of them has changed, the module runs its stock forward.
-
-    Raises:
-        ValueError: the module is already swapped, or its forward was replaced on the instance.
-    """
+    against the old one only. A `forward` marked with :func:`wraps_any_forward` runs anyway, around the new one. Raises
+    a ValueError if the module is already swapped, or its forward was replaced on the instance."""
     if hasattr(type(module), _ORIGINAL):
         raise ValueError("it is already patched, or a tool has made its own class from a patched one")
     if "forward" in vars(module):

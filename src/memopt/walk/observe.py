@@ -55,12 +55,8 @@ def walk_config(
 
     A norm may be folded if every forward of the real model on meta allows it and the same fold is proved on the twin.
     `inputs`, a batch on the CPU, replaces guessed inputs for the real model, which runs `attention`; twins run with
-    both inputs.
-
-    Raises:
-        ModelError: the config cannot be read, or no model can be built from it.
-        InputsError: the model does not take `inputs`, or does not run with them.
-    """
+    both inputs. Raises a ModelError if the config cannot be read, or no model can be built from it, and an InputsError
+    if the model does not take `inputs`, or does not run with them."""
     if not isinstance(config, PreTrainedConfig):
         config = load_config(config, trust_remote_code=trust_remote_code)
     model = build_meta(config)
@@ -111,13 +107,9 @@ def _guessed(model: nn.Module, sites: Sites, config: PreTrainedConfig, inputs: B
 
 def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, attention: str | None = None) -> Sites:
     """Sites of a live model (wrapped by PEFT or not), by a structural copy on the meta device, which runs `attention`.
-
     No fold is proved, since weights in memory are not changed. Where no forward runs, norms and activations are still
-    probed, and a note says that their consumers are unknown.
-
-    Raises:
-        ModelError: the structure of the model cannot be copied.
-    """
+    probed, and a note says that their consumers are unknown. Raises a ModelError if the structure of the model cannot
+    be copied."""
     try:
         clone = clone_to_meta(model)
     except Exception as error:  # a copy of sharded, scripted and otherwise wrapped modules may raise anything

@@ -55,11 +55,8 @@ class NormRewrite(Rewrite):
 
 
 def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
-    """Make `module` keep x_hat for backward.
-
-    Raises:
-        ValueError: the module cannot be swapped or is not the norm that `site` describes.
-    """
+    """Make `module` keep x_hat for backward. Raises a ValueError if the module cannot be swapped or is not the norm
+    that `site` describes."""
     weight, bias = local_name(site.weight), local_name(site.bias)
     if site.kind != "rms" and site.kind != "layer":
         raise ValueError(f"there is no formula for a norm of kind '{site.kind}'")

@@ -118,14 +118,11 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def is_differentiated(call: Callable[[], Tensor | None], leaves: Sequence[Tensor]) -> bool:
-    """Whether autograd's gradients of `call` are the derivatives of its values.
+    """Whether autograd's gradients of `call`, which gives one tensor in fp64, are the derivatives of its values. It
+    reads `leaves`, which are fp64 as well and keep ``requires_grad``.
 
     They are not if a forward detaches a part, calls a function with another backward, has hooks on its tensors, or
-    computes something else without gradients. Central differences along one direction of each leaf are compared.
-
-    Args:
-        call: gives one tensor in fp64; reads `leaves`, which are fp64 as well and keep ``requires_grad``.
-    """
+    computes something else without gradients. Central differences along one direction of each leaf are compared."""
     for leaf in leaves:
         leaf.requires_grad_()
     with torch.enable_grad(), without_foreign_hooks():  # a proof may run in a forward that is checkpointed
