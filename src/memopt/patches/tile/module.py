@@ -128,7 +128,7 @@ def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module,
     # The tiles have graphs, since code may ask for them, and an experts' parameter that no token reaches has no
     # gradient. No cache of autocast: its casts would keep the graph of a tile.
     with without_foreign_hooks(), autocast_as(around.autocast, x):
-        joined = _joined(run, x, size)
+        joined = _joined(run, x, size, parameters)
     around.held.settle()
     again = _Again(run, around, size, random if have_moved(random, x) else ())
     reached = [each for each in parameters if id(each) in joined.reached]
@@ -162,11 +162,11 @@ class _Joined:
     differentiable: list[bool]
     """Whether each of them had a graph."""
     reached: set[int]
-    """Ids of the parameters in these graphs."""
+    """Ids of the parameters in their graphs."""
 
 
-def _joined(run: Run, x: Tensor, size: int) -> _Joined:
-    """The result of ``run(x)``, computed by tiles of `size` tokens."""
+def _joined(run: Run, x: Tensor, size: int, parameters: Sequence[Tensor] = ()) -> _Joined:
+    """The result of ``run(x)``, which reads `parameters`, computed by tiles of `size` tokens."""
     rows = x.detach().reshape(-1, x.size(-1))
     template: Any = None
     outputs: list[Tensor] = []
@@ -183,22 +183,28 @@ def _joined(run: Run, x: Tensor, size: int) -> _Joined:
         for output, each in zip(outputs, tile, strict=True):
             by_rows(output, *x.shape[:2])[part] = by_rows(each.detach(), 1, tokens.size(1))
         differentiable = [had or each.requires_grad for had, each in zip(differentiable, tile, strict=True)]
-        reached |= {id(leaf) for leaf in _leaves(tile)}
+        reached.update(_reached(tile, parameters))
         del tokens, result, tile, each  # their graph, before the next tile has one
     return _Joined(with_tensors(template, outputs), outputs, differentiable, reached)
 
 
-def _leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The leaves of the graph of `outputs`."""
-    left: list[Any] = [each.grad_fn for each in outputs]
-    seen: set[Any] = {None}
+def _reached(outputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> Iterator[int]:
+    """Ids of the `parameters` in the graph of `outputs`."""
+    # Weights that `torch.func.functional_call` lends may be results of operations, whose graph is not the tile's.
+    computed = {(each.grad_fn, each.output_nr): id(each) for each in parameters if each.grad_fn is not None}
+    left: list[tuple[Any, int]] = [(each.grad_fn, each.output_nr) for each in outputs]
+    seen: set[tuple[Any, int]] = set()
     while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            if (leaf := getattr(node, "variable", None)) is not None:
-                yield leaf
-            left.extend(before for before, _ in node.next_functions)
+        edge = left.pop()
+        if edge[0] is None or edge in seen:
+            continue
+        seen.add(edge)
+        if edge in computed:
+            yield computed[edge]
+        elif (leaf := getattr(edge[0], "variable", None)) is not None:
+            yield id(leaf)
+        else:
+            left.extend(edge[0].next_functions)
 
 
 def _whole(tile: Tensor, x: Tensor, tokens: int) -> Tensor:
