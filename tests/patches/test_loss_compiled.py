@@ -13,6 +13,7 @@ from torch import Tensor
 
 import memopt
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.plain_models import Bare, batch
 
 READERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross-entropy": lambda y, t: F.cross_entropy(y[:, :-1].float().flatten(0, 1), t[:, 1:].flatten()),
@@ -44,3 +45,9 @@ def test_a_compiled_loss_of_an_eager_model(name: str, backend: str) -> None:
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7
+
+
+def test_a_trace_passes_its_check() -> None:
+    # The check traces once more without gradients; names of Python variables are part of the graph.
+    model = memopt.patch(Bare()).eval()
+    torch.jit.trace(model, batch()[:1])

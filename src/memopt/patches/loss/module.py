@@ -31,6 +31,7 @@ from memopt.torch_compat import (
     makes_wrappers,
     module_hooks,
     modules_that_run,
+    tracing_state,
 )
 from memopt.walk.probes.linear import is_linear
 from memopt.walk.sites import is_inside, parent
@@ -207,7 +208,7 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
     if len(args) == 2 and isinstance(args[1], Inside):
         return args[1].function(args[0])
     x: Any = args[0] if len(args) == 1 and not kwargs else None
-    if not is_grad_enabled() and (is_compiling() or not _is_large(rewrite, x)):
+    if not is_grad_enabled() and (is_compiling() or tracing_state() is not None or not _is_large(rewrite, x)):
         return stock(module, *args, **kwargs)
     tensors = tensors_of(module)
     records = is_grad_enabled() and any(t.requires_grad for t in (*args, *tensors) if isinstance(t, Tensor))
