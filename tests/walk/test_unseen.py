@@ -68,6 +68,7 @@ def test_models_that_are_seen_whole_say_nothing(name: str) -> None:
 
 ADAPTED = {
     "copies of head and embedding": LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
+    "copies of whole modules": LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"]),
     "single tokens": LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 4]),
     "weights in a dictionary": LoHaConfig(r=2, target_modules=["q_proj", "down_proj", "up_proj"]),
 }

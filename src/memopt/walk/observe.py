@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections import Counter
@@ -248,19 +249,30 @@ def _unseen(model: nn.Module, observed: Observed) -> str:
     wrappers = [module for module in model.modules() if _wraps_a_parameter(module)]  # their adapters are switched off
     adapters = (its for each in wrappers for name, its in each.named_children() if name != "base_layer")
     off = {id(module) for its in adapters for module in its.modules()}
-    own = {n: list(each.parameters(recurse=False)) for n, each in model.named_modules() if id(each) not in off}
+    own = {n: dict(each.named_parameters(recurse=False)) for n, each in model.named_modules() if id(each) not in off}
     visited, read = observed.mode.visited, observed.mode.parameters.read
-    reached = read.union(id(each) for name in visited for each in own.get(name, ()))  # by another module, if tied
+    reached = read.union(id(each) for name in visited for each in own.get(name, {}).values())  # by another, if tied
 
-    def is_left(name: str, parameter: nn.Parameter) -> bool:
-        parent = name.rpartition(".")[0]
-        if id(parameter) in reached or parameter.requires_grad or parent not in visited:
+    @functools.cache
+    def copies(top: str) -> list[tuple[str, nn.Parameter]]:
+        """The parameters around the module `top`, if they are copies of its own; none if there are others."""
+        around = list(model.get_submodule(top.rpartition(".")[0]).named_parameters())
+        parts = list(model.get_submodule(top).named_parameters())
+        times, more = divmod(len(around), len(parts))
+        found = (sum(n.endswith(f".{of}") and p.shape == part.shape for n, p in around) for of, part in parts)
+        return around if not more and all(count == times for count in found) else []
+
+    def is_left(name: str, of: str, parameter: nn.Parameter) -> bool:
+        if id(parameter) in reached or parameter.requires_grad:
             return id(parameter) not in reached
+        top = name  # the outermost module around it that was not reached
+        while (parent := top.rpartition(".")[0]) and parent not in visited:
+            top = parent
         # A trained copy runs in its place (PEFT's modules_to_save).
-        copies = (each for each in model.get_submodule(parent).parameters() if each.requires_grad)
-        return not any(each.shape == parameter.shape and id(each) in read for each in copies)
+        end = f"{name[len(top) :]}.{of}"
+        return not any(n.endswith(end) and p.requires_grad and id(p) in read for n, p in copies(top))
 
-    left = {name: sum(each.numel() for each in its if is_left(name, each)) for name, its in own.items()}
+    left = {name: sum(p.numel() for of, p in its.items() if is_left(name, of, p)) for name, its in own.items()}
     left_out = [name for name, size in left.items() if size]
     share = sum(left[name] for name in left_out) / max(1, sum(each.numel() for each in model.parameters()))
     if share < _LARGE_PART or not observed.calls:  # if no call ran at all, `_notes` reports it
