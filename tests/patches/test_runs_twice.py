@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import random
 import types
@@ -18,6 +19,7 @@ from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import memopt
+from memopt.patches.checkpointing import module as checkpointing
 from memopt.patches.checkpointing.module import patch_block
 from memopt.plan.recipe import Recipe, load_recipe
 from tests.factories import tiny_inputs, tiny_model
@@ -363,7 +365,10 @@ def test_a_cache_that_holds_states_is_read(name: str, recipe: str) -> None:
         cache = DynamicCache(config=stock.config)
         for place in range(stock.config.num_hidden_layers):
             cache.update(states[0], states[1], place)
-        found.append(gradients(model, model(**inputs, past_key_values=cache).loss))
+        checkpointing._say_runs_once.cache_clear()
+        with pytest.warns(match="run only once") if model is ours else contextlib.nullcontext():
+            loss = model(**inputs, past_key_values=cache).loss
+        found.append(gradients(model, loss))
         found[-1]["states"] = states.grad
     assert_same(*found, 1e-6)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -45,6 +46,11 @@ _NO_STATES = (
     "model calls its blocks several times, pass use_cache=False."
 )
 
+_RUNS_ONCE = (
+    "memopt: blocks that the recipe checkpoints run only once, without this saving, since they get a cache with states "
+    "(of a prefix that is tuned, or of earlier text); gradients are the same."
+)
+
 
 @dataclass(frozen=True)
 class BlockRewrite:
@@ -70,6 +76,7 @@ class BlockRewrite:
             return checkpoint(function, *args, use_reentrant=False, **contexts)
         without = without_caches(block, function, args)
         if without is None:
+            _say_runs_once()
             return function(*args)
         function, args = without
         if is_checkpointed_region() or steps_aside(without_gradients=False):  # other code checkpoints around the block
@@ -184,6 +191,11 @@ def without_caches(
     values = [value if not _is_cache(name, value) else False if value is True else None for name, value in given]
     function = functools.partial(function, **dict(zip(keywords, values, strict=False)))
     return function, tuple(values[len(keywords) :])
+
+
+@functools.cache
+def _say_runs_once() -> None:
+    warnings.warn(_RUNS_ONCE, stacklevel=2)
 
 
 def _note_left_empty(block: nn.Module, caches: set[Cache]) -> None:
