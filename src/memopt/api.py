@@ -310,13 +310,13 @@ def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
     advice = "The given inputs do not change this." if given else "Pass inputs=..."
     if not sites.ran:
         # Norms are patched nevertheless; blocks are guessed from the module tree.
-        warnings.warn(f"memopt could observe little of this model: {' '.join(sites.notes)}. {advice}", stacklevel=3)
+        warnings.warn(f"memopt could observe little of this model: {'; '.join(sites.notes)}. {advice}", stacklevel=3)
     elif sites.unseen:
         warnings.warn(f"memopt has not seen all of this model: {sites.unseen}. {advice}", stacklevel=3)
     if not is_patched(model) and (sites.unseen or not sites.ran):
         raise NegativeVerdict(
             "Nothing was patched, because memopt could not run this model.",
-            f"The reason: {sites.unseen or ' '.join(sites.notes)}." if given else "Pass inputs=..., a training batch.",
+            f"The reason: {sites.unseen or '; '.join(sites.notes)}." if given else "Pass inputs=..., a training batch.",
         )
     if not is_patched(model):
         raise NegativeVerdict(

@@ -410,3 +410,20 @@ def test_verify_proves_the_losses_of_a_head(fault: str | None, monkeypatch: pyte
         passes = False
     # Nothing is done to these logits, so forgetting that shows nowhere.
     assert passes is (fault is None or "forgotten" in fault)
+
+
+def test_losses_of_parts_keep_one_gradient_of_the_weight(way: str) -> None:
+    model, kept = Model(), []
+    patch_head(model.head, WIDTH, CLASSES)
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == model.head.weight.shape and tensor.data_ptr() != model.head.weight.data_ptr():
+            kept.append(tensor)
+        return tensor
+
+    for step in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            parts = zip(model().split(1), labels(0).split(6), strict=True)
+            loss = sum(F.cross_entropy(flat(part), target) for part, target in parts)
+        assert len(kept) == (step + 1 if way == "at once" else 0)
+        loss.backward()

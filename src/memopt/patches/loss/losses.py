@@ -19,13 +19,15 @@ They need memory only for one block, dx in fp32 and the gradients.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
@@ -46,8 +48,11 @@ from memopt.kernels.loss.function import (
 )
 from memopt.kernels.loss.reference import losses_of
 from memopt.patches.loss.plain import Plain, add_product_, sums_of
-from memopt.patches.loss.source import run
-from memopt.torch_compat import without_foreign_hooks
+from memopt.patches.loss.source import Source, run
+from memopt.torch_compat import is_checkpointed_region, without_foreign_hooks
+
+_waiting: WeakKeyDictionary[nn.Module, weakref.ref[_Waits]] = WeakKeyDictionary()
+"""Head -> what the backward of its last loss ends, if that keeps a gradient of the head's weight."""
 
 
 def loss_at_once(plain: Plain, target: Tensor, factor: Tensor) -> Tensor:
@@ -61,23 +66,42 @@ def loss_at_once(plain: Plain, target: Tensor, factor: Tensor) -> Tensor:
         loss, gradients = _computed(plain, target, factor, tensors)
     for tensor, gradient in zip(tensors, gradients, strict=True):
         if tensor is not None and gradient is not None:
-            loss = _WithGradient.apply(loss, tensor, gradient.to(tensor.dtype))
+            waits = _Waits()
+            loss = _WithGradient.apply(loss, tensor, gradient.to(tensor.dtype), waits)
+            if tensor is weight:
+                _waiting[plain.source.head.module] = weakref.ref(waits)
     return loss
+
+
+def gradient_waits(source: Source) -> bool:
+    """Whether an earlier loss of this head keeps a gradient of the head's weight for its backward. Losses of chunks or
+    of single rows would keep one each: more bytes than the logits have."""
+    if is_checkpointed_region():  # both runs have to save the same tensors
+        return False
+    waits = _waiting.get(source.head.module)
+    return waits is not None and waits() is not None
+
+
+class _Waits:
+    """Lives while a gradient waits for its backward. A reference to the gradient itself would not see it under hooks on
+    saved tensors, which keep an alias."""
 
 
 class _WithGradient(DirectFunction):
     """Returns the loss; its backward gives one more tensor a gradient that is already computed, times dloss."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, tensor: Tensor, gradient: Tensor, waits: _Waits) -> Tensor:
         ctx.save_for_backward(gradient)
+        ctx.waits = waits
         return loss.data  # not a view: a user's program may add to the loss in place
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         (gradient,) = ctx.saved_tensors
-        return dloss, gradient * dloss, None
+        ctx.waits = None
+        return dloss, gradient * dloss, None, None
 
 
 def _computed(

@@ -17,7 +17,7 @@ from memopt.kernels.base.autograd import accumulation_dtype, autocast_as, autoca
 from memopt.kernels.loss.function import lean_cross_entropy, weight_of_all
 from memopt.kernels.loss.reference import LossArguments, losses_of
 from memopt.patches.loss.lazy import LazyLogits
-from memopt.patches.loss.losses import loss_at_once, losses_by_blocks
+from memopt.patches.loss.losses import gradient_waits, loss_at_once, losses_by_blocks
 from memopt.patches.loss.operations import handles, is_last
 from memopt.patches.loss.plain import Plain, is_plain
 from memopt.patches.loss.rows import LOGIT_BYTES, by_rows, is_on_gpu
@@ -86,7 +86,7 @@ def _loss(source: Source, target: Tensor, arguments: LossArguments, reduction: s
             target, chosen = target[kept], source.x[kept]
             source = dataclasses.replace(source, x=chosen, versions=versions_of((chosen,)))
         plain = Plain(source, arguments) if is_plain(source) else None
-        if plain is not None and reduction != "none" and plain.is_at_once:
+        if plain is not None and reduction != "none" and plain.is_at_once and not gradient_waits(source):
             return loss_at_once(plain, target, 1 / divisor)
         losses = _by_rows(source, target, arguments) if plain is None else losses_by_blocks(plain, target)
         if kept is not None and reduction == "none":
