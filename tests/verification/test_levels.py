@@ -236,9 +236,11 @@ def test_rotated_queries_and_keys_that_are_saved_fail_memory_by_block(tmp_path, 
         pytest.param("moonshine", "exact-unfolded", id="a group norm keeps copies of its parameters, and its result"),
         pytest.param("sam2_hiera_det_model", "exact-levels", id="windows are padded"),
         pytest.param("sam2_vision_model", "exact-unfolded", id="the model keeps its own table of positions"),
+        pytest.param("pe_audio", "exact-unfolded", id="it reads tokens and sounds of one size"),
         pytest.param("dab-detr", "exact-unfolded", id="PReLU keeps a copy of its parameter", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.rotates(3)
 def test_memory_of_a_right_checkpoint_passes(tmp_path, model_type, recipe):
     assert saved_twin(model_type, tmp_path / "stock")
     patch_checkpoint(tmp_path / "stock", tmp_path / "patched", recipe=recipe)

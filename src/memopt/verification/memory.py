@@ -116,7 +116,8 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
     recipe = trial.recipe.unfolded()
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     # Rows and tokens determine a batch of tokens; with sounds and images, the trace needs the measured batch.
-    batch = driven if probes.tokens_per_row is not None else probes.batches[0]
+    others = any(isinstance(value, Tensor) and value.is_floating_point() for value in probes.batches[0].values())
+    batch = probes.batches[0] if others or probes.tokens_per_row is None else driven
     try:
         predicted = trace_account(Step(stock.config, training, sites, recipe, trial.folded, batch))
     except ModelError as error:

@@ -150,7 +150,7 @@ def loss_of(output: Any) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     parts = []
     for tensor in floating_outputs(output).values():
-        if tensor.requires_grad:
+        if tensor.requires_grad and tensor.numel():  # the mean of no element is NaN
             weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
             wide = tensor if tensor.dtype == torch.float64 else tensor.float()
             parts.append((wide * weights.to(wide.dtype)).mean())
