@@ -87,7 +87,7 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
         with _outputs(model) as outputs:
             measured = account(model, run := _forward(model, probes), blocks=sites.blocks, sites=sites)
         parameters = {name: sum(each.nbytes for each in module.parameters()) for name, module in model.named_modules()}
-        hidden = live_bytes(run) - measured.saved
+        hidden = max(live_bytes(run) - measured.saved, 0)
         return _Stock(measured, model.config, stored_dtype(model), probes, driven, sites, outputs, parameters, hidden)
 
     def run_patched(model: nn.Module) -> _Patched:
