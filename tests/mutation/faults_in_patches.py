@@ -55,7 +55,7 @@ PATCHES: tuple[Fault, ...] = (
     ),
     Fault(
         "copies: a border is filled with nothing",
-        "            whole.copy_(self.fill)\n",
+        "            whole.fill_(self.fill)\n",
         "            whole.zero_()\n",
         _COPIES,
     ),

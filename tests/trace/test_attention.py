@@ -18,6 +18,7 @@ from memopt.trace.subject import step_of
 from memopt.trace.trace import trace, trace_account
 from memopt.trace.training import Request, Step, Training
 from tests.trace.builders import named_config, sites_of
+from tests.zoo.build import small_config
 
 SEQ = 320
 FUSED = ("flash_attention_2", "flash_attention_3", "flex_attention")
@@ -142,3 +143,13 @@ def test_the_answer_takes_it(tmp_path: Any) -> None:
     eager, flash = (memopt.fit(tmp_path, seq=SEQ, attention=each) for each in (None, "flash_attention_2"))
     assert flash.stock.peak < eager.stock.peak
     assert "attention by flash_attention_2" in str(flash)
+
+
+def test_each_part_is_traced_with_the_attention_that_it_is_loaded_with() -> None:
+    config, name = small_config("depth_anything")  # its backbone can run SDPA, and the class around it cannot
+    config.architectures = [name]
+    found = trace(Step(config, Training(2, None), sites_of(config), None))
+    assert not any("softmax" in each.operation for each in storages(found))
+    (note,) = (note for note in found.notes if note.startswith("Attention: "))
+    assert note.startswith("Attention: eager, ")
+    assert "; in backbone the kernel that scaled_dot_product_attention chooses" in note

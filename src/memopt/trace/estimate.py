@@ -258,11 +258,16 @@ def _switch(model: PreTrainedModel, implementation: str) -> None:
 
 
 def _attention_notes(model: PreTrainedModel) -> list[str]:
-    if model.config._attn_implementation == "sdpa":
-        kernel = "the kernel that scaled_dot_product_attention chooses on a CUDA device"
-    else:
-        kernel = f"{model.config._attn_implementation}, as the options, the recipe or the model's class have it"
-    return [f"Attention: {kernel}; no padding and no key/value cache (use_cache=False, as in Trainer)."]
+    def kernel(implementation: str | None) -> str:
+        if implementation == "sdpa":
+            return "the kernel that scaled_dot_product_attention chooses on a CUDA device"
+        return f"{implementation}, as the options, the recipe or the model's class have it"
+
+    own = model.config._attn_implementation
+    inside = [(name, each) for name, each in model.named_modules() if isinstance(each, PreTrainedModel)]
+    others = {each.config._attn_implementation: name for name, each in reversed(inside)}  # the outermost of each
+    said = "; ".join([kernel(own), *(f"in {others[each]} {kernel(each)}" for each in others if each != own)])
+    return [f"Attention: {said}; no padding and no key/value cache (use_cache=False, as in Trainer)."]
 
 
 def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:

@@ -20,6 +20,7 @@ from memopt.walk.calls.twin import build_twin
 from memopt.walk.models.build import build_meta, clone_to_meta
 from tests.factories import tiny_model
 from tests.walk.configs import FAMILIES, inputs_of, llama_8b, llama_70b, make_config, tiny_llama, twin
+from tests.zoo.build import small_config
 
 
 class TestBuildMeta:
@@ -56,6 +57,15 @@ class TestBuildMeta:
         config = make_config("bloom")
         assert not transformers.BloomForCausalLM._supports_sdpa
         assert build_meta(config).config._attn_implementation == "eager"
+
+    def test_a_part_runs_sdpa_where_the_class_around_it_refuses(self) -> None:
+        config, _ = small_config("depth_anything")
+        # As it is loaded: transformers chooses for each part.
+        stock = transformers.DepthAnythingForDepthEstimation(copy.deepcopy(config))
+        assert stock.config._attn_implementation == "eager"
+        built = build_meta(config)
+        assert built.config._attn_implementation == "eager"
+        assert built.backbone.config._attn_implementation == stock.backbone.config._attn_implementation == "sdpa"
 
     def test_uses_sdpa_where_it_can(self) -> None:
         assert build_meta(make_config("llama")).config._attn_implementation == "sdpa"

@@ -27,8 +27,8 @@ _safe_creation: Callable[[], AbstractContextManager[None]] = contextlib.nullcont
 with contextlib.suppress(ImportError):  # Old remote code reads values of a torch.linspace in __init__.
     from transformers.initialization import meta_device_safe_creation_ops as _safe_creation
 
-#: Attention implementation that every transformers class has.
-_FALLBACK_ATTENTION = "eager"
+#: What a class that refuses an attention gets: transformers' choice for it and each model inside, else what all have.
+_FALLBACKS = (None, "eager")
 
 
 def instantiate(
@@ -42,7 +42,7 @@ def instantiate(
     """A model of a copy of `config`, with initial values, without a cache, in training mode as torch builds it. Raises
     a ModelError if the class cannot be built from this config."""
     cls = model_class(config)
-    attempts = list(dict.fromkeys((attn_implementation, _FALLBACK_ATTENTION)))
+    attempts = list(dict.fromkeys((attn_implementation, *_FALLBACKS)))
     for attention in attempts:
         prepared = _prepare(config, attention, experts_implementation)
         try:
@@ -89,7 +89,7 @@ def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in found.items() if name not in saved}
 
 
-def _prepare(config: PreTrainedConfig, attention: str, experts: str) -> PreTrainedConfig:
+def _prepare(config: PreTrainedConfig, attention: str | None, experts: str) -> PreTrainedConfig:
     prepared = copy.deepcopy(config)
     prepared._attn_implementation = attention
     for node in config_nodes(prepared):
@@ -110,9 +110,10 @@ def _config_dtype(config: PreTrainedConfig) -> torch.dtype:
 def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `config` in its real shape on the meta device: every name and shape, no memory, eval mode.
 
-    Only the buffers of `numbers_in` have values. `dtype` defaults to the config's. Attention is SDPA, eager where the
-    class refuses that. Experts run as one batched product, because their eager loop branches on values, which meta
-    tensors lack. Raises a ModelError if there is no class for the config, or it cannot be built from it.
+    Only the buffers of `numbers_in` have values. `dtype` defaults to the config's. Attention is SDPA; where the class
+    refuses that, what transformers chooses for it and for each model inside. Experts run as one batched product,
+    because their eager loop branches on values, which meta tensors lack. Raises a ModelError if there is no class for
+    the config, or it cannot be built from it.
     """
     with watched_build():
         model = instantiate(config, device="meta", dtype=dtype, experts_implementation="batched_mm")
