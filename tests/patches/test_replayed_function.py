@@ -21,12 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import memopt
 from memopt.patches.functions import patch_functions
+from memopt.patches.record import record_of
 from memopt.patches.replayed_function.module import ReplayedFunctions
 from memopt.patches.replayed_function.patch import ReplayedFunctionPatch
+from memopt.pipeline import patch_checkpoint
 from memopt.plan.recipe import load_recipe
 from memopt.trace.account import account
 from memopt.walk.models.plain import STANDS_FOR_KERNEL
 from memopt.walk.observe import walk_model
+from tests.zoo.build import saved_twin
 
 WIDTH = 6
 
@@ -331,3 +334,12 @@ def test_verify_allows_a_function_to_free_what_the_stock_model_saves(
     checks = {check.id: check.status for check in memopt.verify(tmp_path / "out", level="memory").checks}
     assert checks.pop("memory.transient") == ("pass" if allowed else "fail")
     assert set(checks.values()) == {"pass"}
+
+
+def test_a_module_that_is_one_activation_is_rewritten_once(tmp_path: Path) -> None:
+    assert saved_twin("esm", tmp_path / "esm")  # its intermediate layer is a linear and a GELU in five operations
+    patch_checkpoint(tmp_path / "esm", tmp_path / "patched", recipe="exact-levels")
+    record = record_of(memopt.load(tmp_path / "patched"))
+    assert record is not None
+    assert "esm.encoder.layer.0.intermediate" in {each.name for each in record.plan.chosen("activation")}
+    assert record.refused == ()

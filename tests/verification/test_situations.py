@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from memopt.verification import training
 from memopt.verification.inputs import Probes
 from memopt.verification.run import verify
 from memopt.verification.situations import LONG, SITUATIONS, Situation, batches, without_dropout
-from memopt.verification.step_memory import Lived, _Transient, _transient
 from memopt.verification.trial import loss_of
 from tests.factories import tiny_model
 from tests.mutation.catalogue import Row, run
@@ -130,15 +127,6 @@ def test_a_model_with_dropouts_and_without_a_loss_passes(tmp_path):
     checks = {check.id: check.status for check in verify(tmp_path / "patched", level="training").checks}
     assert checks["training.dropout"] == "pass"
     assert set(checks.values()) == {"pass"}
-
-
-@pytest.mark.parametrize(("most", "status"), [(6_000, "pass"), (9_000, "fail")])
-def test_each_result_that_stock_holds_at_once_may_take_more_for_a_moment(most: int, status: str) -> None:
-    def lived(most: int) -> Lived:
-        return Lived(0, 0, 0, 0, {"norm": _Transient(most, largest=1_000)})
-
-    pair: Any = SimpleNamespace(patched=nn.Module(), swapped=[("norm", nn.Identity())])
-    assert _transient(pair, lived(2_000), lived(most)).status == status
 
 
 def test_an_empty_output_is_no_part_of_the_loss() -> None:

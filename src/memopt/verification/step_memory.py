@@ -38,6 +38,7 @@ _CHECKS = {
     "behind": ("memory.after_backward", "bytes alive after backward beyond stock", "backward frees what it read"),
     "second": ("memory.second_step", "bytes that a second step adds to that beyond stock", "no step adds to a cache"),
     # Without kernels, one module in backward may hold a result more than stock's kernel: x_hat, or its output again.
+    # One that runs again holds what stock modules save.
     "peak": ("memory.peak", "peak of live bytes in a step beyond stock and a result", "patching must save"),
     "arrays": ("memory.arrays", "bytes of NumPy arrays after the forward beyond stock", "saved values are in tensors"),
 }  # fmt: skip
@@ -87,7 +88,8 @@ def _checks(pair: Pair, approximates: Collection[str]) -> Iterator[Check]:
         if found > allowed:
             subject = _culprit(pair, batch, name, allowed)
             if name == "peak":
-                more = patched.transient.get(subject, _Transient()).largest
+                before, its = (each.transient.get(subject, _Transient()) for each in (stock, patched))
+                more = max(its.largest, before.kept - its.kept)
         yield limited(
             id, subject, float(max(found - allowed - more, 0)), 0.0, metric, reason, _STOCK, found,
             f"stock {allowed} bytes, patched {found}",
@@ -100,8 +102,7 @@ def _transient(pair: Pair, stock: Lived, patched: Lived) -> Check:
     for name in (name for name, _ in pair.swapped if name in patched.transient):
         found, before = patched.transient[name], stock.transient.get(name, _Transient())
         allowed = before.most + max(0, before.kept - found.kept) * (name in frees)
-        # Of several calls whose results live at once in stock modules, each may hold more.
-        excess[name] = max(0, found.most - allowed) / max(found.largest, before.most)
+        excess[name] = max(0, found.most - allowed) / found.largest
     worst = worst_name(excess)
     value = excess.get(worst, 0.0)
     subject = (worst or "the model") if value > _TRANSIENT else f"{len(excess)} modules"

@@ -23,7 +23,7 @@ class ReplayedFunctionPatch(Patch, Checks):
     """Functions of linear attention, state space models and the like, unless a kernel of another package runs."""
 
     name = "replayed_function"
-    after = ("softmax",)
+    after = ("activation", "softmax")
     requires = ("replay",)
     rows = Rows(
         "function",
@@ -42,6 +42,8 @@ class ReplayedFunctionPatch(Patch, Checks):
             return LEFT, EXCLUDED
         if plan.sites.surrounds_blocks(site.name):
             return LEFT, "called outside the blocks"
+        if any(each.name == site.name and each.is_module for each in plan.chosen("activation")):
+            return LEFT, "its module is one activation, which is rewritten as a whole"
         return "recompute", f"{called}: keeps its arguments and runs again, where no kernel is installed for it"
 
     def scope(self, plan: PlanView) -> InScopes:
