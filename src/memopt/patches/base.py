@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memopt.saved.slots import Compression
     from memopt.walk.sites import Sites
 
-    #: What patches read: the recipe, and the plan so far, which has the decisions of the patches before.
+    #: Patches read the recipe, and the plan so far, which has the decisions of the patches before.
     PlanView = Plan
     RecipeView = Recipe
     #: A module's table of children, and a name in it.

@@ -27,7 +27,7 @@ _safe_creation: Callable[[], AbstractContextManager[None]] = contextlib.nullcont
 with contextlib.suppress(ImportError):  # Old remote code reads values of a torch.linspace in __init__.
     from transformers.initialization import meta_device_safe_creation_ops as _safe_creation
 
-#: What a class that refuses an attention gets: transformers' choice for it and each model inside, else what all have.
+#: A class that refuses an attention gets transformers' choice for it and each model inside, else the one that all have.
 _FALLBACKS = (None, "eager")
 
 
