@@ -10,6 +10,7 @@ import torch
 import memopt
 from benchmarks.levels import Level, Point, levels, misses
 from memopt.patches.linear.decide import output_levels
+from memopt.patches.swap import swap_state
 from tests.factories import tiny_inputs, tiny_model
 
 LAYERS = 4
@@ -53,6 +54,6 @@ def test_gradients_of_every_plan_are_the_stock_models(name):
 
 def test_the_shipped_recipe_checkpoints_every_second_block_and_recomputes_outputs_in_the_others():
     model = memopt.patch(tiny_model("llama", num_hidden_layers=LAYERS), "exact-levels")
-    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, True, False]
+    assert [swap_state(layer).is_checkpointed for layer in model.model.layers] == [True, False, True, False]
     assert "recomputed" in str(memopt.summary(model))
     assert torch.isfinite(model(**tiny_inputs("llama")).loss)

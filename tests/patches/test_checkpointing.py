@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import RecipeError
-from memopt.patches.checkpointing.module import patch_block
+from memopt.patches.checkpointing.module import BlockRewrite, patch_block
 from memopt.patches.checkpointing.offload import InputsOfThreads, OffloadedInputs
+from memopt.patches.swap import state_of
 from memopt.plan.recipe import Recipe, load_recipe
 from tests.factories import tiny_inputs, tiny_model
 
@@ -72,6 +73,11 @@ def runs(monkeypatch):
     return again
 
 
+def is_checkpointed(block: nn.Module) -> bool:
+    rewrite = state_of(block, BlockRewrite)
+    return rewrite is not None and rewrite.is_checkpointed
+
+
 @pytest.mark.parametrize(
     ("settings", "blocks"),
     [
@@ -86,7 +92,7 @@ def runs(monkeypatch):
 )
 def test_as_many_blocks_run_again_as_the_recipe_says(runs, settings, blocks):
     model = memopt.patch(model_of(), recipe(*settings))
-    assert [i for i, layer in enumerate(model.model.layers) if layer.gradient_checkpointing] == blocks
+    assert [i for i, layer in enumerate(model.model.layers) if is_checkpointed(layer)] == blocks
     assert runs(model, tiny_inputs("llama")) == len(blocks)
     model.eval()
     assert runs(model, tiny_inputs("llama")) == 0
@@ -381,3 +387,13 @@ def test_a_block_that_changes_its_input_does_not_run_again_from_the_changed_one(
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+@pytest.mark.parametrize("settings", [[FULL], ["method=every-n"]])
+def test_adapters_leave_embeddings_that_a_model_changes_in_place_alone(settings):
+    """PEFT makes them require gradients where it sees the model's own switch, which non-reentrant runs do not need."""
+    peft = pytest.importorskip("peft")
+    model = memopt.patch(model_of(), recipe(*settings))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.add_(0.5))
+    assert gradients(adapted, tiny_inputs("llama"))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.patches.checkpointing.module import patch_block
-from memopt.patches.swap import swap_state
+from memopt.patches.checkpointing.module import BlockRewrite, patch_block
+from memopt.patches.swap import states_in
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
 
@@ -158,7 +157,7 @@ def test_a_mixture_of_experts_whose_second_run_would_choose_others(settings: tup
             model.get_submodule(name).register_forward_pre_hook(near_a_tie)
         model(**inputs).loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        assert next(runs) == len(routers) + sum(getattr(m, "gradient_checkpointing", False) for m in model.model.layers)
+        assert next(runs) == len(routers) + sum(s.is_checkpointed for *_, s in states_in(model, BlockRewrite))
     assert_same(*found, torch.float32)
 
 
@@ -167,7 +166,6 @@ def test_dense_blocks_decide_nothing(name: str) -> None:
     model = memopt.patch(tiny_model(name), load_recipe("exact-unfolded", ["checkpointing.method=full"]))
     for _ in range(3):
         model(**tiny_inputs(name)).loss.backward()
-    states: list[Any] = [swap_state(m) for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    blocks = [state.state for state in states if hasattr(state, "state")]
+    blocks = [state.state for *_, state in states_in(model, BlockRewrite) if state.is_checkpointed]
     assert blocks
     assert not any(block.decides for block in blocks)

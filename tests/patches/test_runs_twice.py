@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 from transformers import DynamicCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import memopt
 from memopt.patches.checkpointing import module as checkpointing
-from memopt.patches.checkpointing.module import patch_block
+from memopt.patches.checkpointing.module import BlockRewrite, patch_block
+from memopt.patches.swap import states_in
 from memopt.plan.recipe import Recipe, load_recipe
 from tests.factories import tiny_inputs, tiny_model
 
@@ -343,8 +343,8 @@ def test_a_cache_given_by_position_is_written_by_no_second_run(
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_no_cache_has_the_states_of_some_blocks(name: str) -> None:
     model, inputs = memopt.patch(tiny_model(name), levels("levels")), tiny_inputs(name)
-    switches = {m.gradient_checkpointing for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
-    assert switches == {False, True}
+    again = {state.is_checkpointed for *_, state in states_in(model, BlockRewrite)}
+    assert again == {False, True}
     cache = DynamicCache(config=model.config)
     model(**inputs, past_key_values=cache)
     assert not any(layer.is_initialized for layer in cache.layers)

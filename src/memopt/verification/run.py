@@ -14,7 +14,7 @@ from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST
 from memopt.environment.files import patched_folder_at, refuse_adapter
 from memopt.environment.generators import generators_kept
-from memopt.errors import ModelError, NegativeVerdict, UsageError
+from memopt.errors import MemoptError, ModelError, NegativeVerdict, UsageError
 from memopt.patches.capabilities import Checks
 from memopt.patches.checks import LEVELS, Check, Level, Status, skipped
 from memopt.patches.registry import having
@@ -158,19 +158,21 @@ def _run(
         return unknown or (_gradient(trial) if level == "gradient" else _training(trial))
     except NoInputs as error:
         return [skipped(f"{level}.inputs", "inputs", str(error))]
-    except NotImplementedError as error:  # as flex attention's backward is on the CPU
-        from memopt.verification.gradient import stock_runs
-
-        stock_does = stock_runs(trial)
-        why = (
-            "stock modules run on this machine, patched ones end in"
-            if stock_does
-            else "this machine cannot run the model"
-        )
-        status: Status = "fail" if stock_does else "skip"
-        return [Check(f"{level}.machine", level, str(folder), status, detail=f"{why}: {error}")]
     except (NegativeVerdict, ModelError) as error:
         return [Check(id=f"{level}.load", level=level, subject=str(folder), status="fail", detail=str(error))]
+    except MemoptError:
+        raise
+    except Exception as error:  # flex attention has no backward on a CPU; Reformer refuses gradients in eval mode
+        from memopt.verification.gradient import stock_runs
+
+        status: Status
+        why, status = "stock modules do not run here either", "skip"
+        if stock_runs(trial):
+            if not isinstance(error, NotImplementedError):
+                raise
+            why, status = "stock modules run on this machine, patched ones end in", "fail"
+        detail = f"{why}: {type(error).__name__}: {error}"
+        return [Check(f"{level}.machine", level, str(folder), status, detail=detail)]
 
 
 def _gradient(trial: CheckpointTrial) -> list[Check]:

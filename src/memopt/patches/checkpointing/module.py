@@ -1,8 +1,8 @@
-"""Blocks that run again in backward, each by its own switch.
+"""Blocks that run again in backward: each checkpoints in its own forward, as the plan says.
 
-Layers of transformers read two attributes of the instance: whether to checkpoint, and the checkpoint function. On a
-patched block these are properties that follow the plan. Values that other code sets (``gradient_checkpointing_enable``,
-the Trainer) are stored, and hold once the block is unpatched. A block without this switch checkpoints in its forward.
+Layers of transformers read an attribute of the instance, whether to checkpoint. On a patched block it is a property
+that says no. Values that other code sets (``gradient_checkpointing_enable``, the Trainer) are stored, and hold once the
+block is unpatched. A yes would let PEFT make embeddings require gradients, which only reentrant checkpointing needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from memopt.patches.swap import original_class, states_in, steps_aside, swap_for
 from memopt.torch_compat import BATCH_NORM_CLASSES, is_checkpointed_region
 
 _NOT_OFFLOADED = "checkpointing.offload is off: inputs of checkpointed blocks stay on the device"
-_FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+_FLAG = "gradient_checkpointing"
 _STAYS: AbstractContextManager[Any] = nullcontext()
 #: Arguments that transformers switches off in a checkpointed layer, if they are passed by keyword.
 _NAMES = ("past_key_values", "layer_past", "use_cache")
@@ -103,7 +103,7 @@ def patch_block(
     if is_checkpointed and any(isinstance(m, BATCH_NORM_CLASSES) and m.track_running_stats for m in block.modules()):
         raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
     rewrite = BlockRewrite(scope, is_checkpointed, inputs, keeps_attention, room)
-    swap_forward(block, _switched if has_switch(block) else _wrapped, rewrite)
+    swap_forward(block, _run_switched_off if has_switch(block) else _run, rewrite)
 
 
 def has_switch(block: nn.Module) -> bool:
@@ -124,52 +124,32 @@ def switched_on(model: nn.Module) -> int:
     return sum(bool(getattr(layer, _FLAG)) for layer in layers)
 
 
-def _flag(module: nn.Module) -> bool:
+def _switch(module: nn.Module) -> bool:
     state = vars(module).get("_memopt")
-    # Without gradients there is nothing to run again, and generation in training mode (TRL) needs its cache.
-    return (
-        state.is_checkpointed and torch.is_grad_enabled()
-        if isinstance(state, BlockRewrite)
-        else bool(vars(module).get(_FLAG, False))
-    )
+    return not isinstance(state, BlockRewrite) and bool(vars(module).get(_FLAG, False))
 
 
-def _function(module: nn.Module) -> Any:
-    state = vars(module).get("_memopt")
-    return functools.partial(state.run_again, module) if isinstance(state, BlockRewrite) else vars(module)[_FUNCTION]
+def _note(module: nn.Module, value: object) -> None:
+    vars(module)[_FLAG] = value
 
 
-def _reads_cache(module: nn.Module) -> bool:
-    # True makes transformers pass the cache on, to `without_caches`, which looks at its contents.
-    return _flag(module) or reads_cache(module)
-
-
-def _note(name: str, module: nn.Module, value: object) -> None:
-    vars(module)[name] = value
-
-
-@with_attributes(
-    **{
-        _FLAG: property(_flag, functools.partial(_note, _FLAG)),
-        _FUNCTION: property(_function, functools.partial(_note, _FUNCTION)),
-        READS_CACHE: property(_reads_cache, functools.partial(_note, READS_CACHE)),
-    }
-)
 @wraps_any_forward
-def _switched(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     run: Callable[..., Any] = functools.partial(run_scoped, stock, rewrite.scope, module, **kwargs)
-    if not rewrite.is_checkpointed and module.training and torch.is_grad_enabled():
-        # Checkpointed blocks leave no states in a cache: one with the states of some blocks would be wrong to read.
-        run, args = without_caches(module, run, args) or (run, args)
+    # Without gradients there is nothing to run again, and generation in training mode (TRL) needs its cache.
+    if not module.training or not torch.is_grad_enabled():
+        return run(*args)
+    if rewrite.is_checkpointed:
+        return rewrite.run_again(module, run, *args)
+    # Checkpointed blocks leave no states in a cache: one with the states of some blocks would be wrong to read.
+    run, args = without_caches(module, run, args) or (run, args)
     return run(*args)
 
 
+@with_attributes(**{_FLAG: property(_switch, _note)})
 @wraps_any_forward
-def _wrapped(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    run = functools.partial(run_scoped, stock, rewrite.scope, module, **kwargs)
-    if not module.training or not torch.is_grad_enabled():
-        return run(*args)
-    return rewrite.run_again(module, run, *args)
+def _run_switched_off(stock: Callable[..., Any], rewrite: BlockRewrite, *args: Any, **kwargs: Any) -> Any:
+    return _run(stock, rewrite, *args, **kwargs)
 
 
 def without_caches(
