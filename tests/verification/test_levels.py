@@ -345,3 +345,11 @@ def test_the_command_says_what_failed_and_exits_with_one(patched, capsys):
     out = capsys.readouterr().out
     assert "FAIL" in out
     assert "NOT the same model" in out
+
+
+def test_a_model_that_draws_a_mask_in_its_forward_passes(tmp_path):
+    """ViT-MAE masks patches at random in evaluation mode too: each run has to draw the same mask."""
+    assert saved_twin("vit_mae", tmp_path / "model")
+    patch_checkpoint(tmp_path / "model", tmp_path / "patched", recipe="exact")
+    verdict = verify(tmp_path / "patched", level=["forward", "gradient"])
+    assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]

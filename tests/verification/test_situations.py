@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaForCausalLM
 
 from memopt.pipeline import patch_checkpoint
 from memopt.verification import training
@@ -134,3 +134,13 @@ def test_an_empty_output_is_no_part_of_the_loss() -> None:
     loss = loss_of({"hidden": 2 * x, "empty": x[:0]})
     assert torch.equal(loss, loss_of({"hidden": 2 * x}))
     assert loss.isfinite()
+
+
+def test_a_model_that_generates_from_more_than_tokens_is_compared_after_an_evaluation(patched, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError("You must specify exactly one of input_features or encoder_inputs_embeds")
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", refuse)
+    checks = {check.id: check for check in verify(patched, level="training").checks}
+    assert checks["training.situations"].value == len(SITUATIONS)
+    assert checks["training.evaluation"].status == "pass"

@@ -34,3 +34,10 @@ def generators_kept() -> Iterator[None]:
 def seed_cpu(seed: int) -> None:
     """Seed only torch's CPU generator; ``torch.manual_seed`` seeds all devices, also devices that are not used yet."""
     torch.default_generator.manual_seed(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed each generator that a forward on the CPU may draw from: torch's, Python's and numpy's."""
+    seed_cpu(seed)
+    random.seed(seed)
+    np.random.seed(seed)

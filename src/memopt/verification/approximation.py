@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memopt.environment.generators import seed_cpu
+from memopt.environment.generators import seed_all
 from memopt.patches.capabilities import Checks
 from memopt.patches.checks import Check, limited, worst_name
 from memopt.patches.registry import having
@@ -35,10 +35,11 @@ _WEIGHED = 2
 def verify_approximation(trial: CheckpointTrial) -> list[Check]:
     """Compare the gradients of the patched model with those of stock modules on the same weights."""
     recipe = trial.recipe
+    seed_all(0)
     exact_loss, exact = load_run_free(lambda: trial.stock(DTYPE), trial.step)
     everywhere = (setting for patch in having(Checks) for setting in patch.farthest(recipe))
     model = trial.patched(*everywhere, *recipe.without("sampled"))
-    seed_cpu(0)  # compressed tensors are rounded at random
+    seed_all(0)  # compressed tensors are rounded at random
     with contextlib.ExitStack() as watched:
         errors = [watched.enter_context(patch.derivative_errors(model)) for patch in having(Checks)]
         loss, approximate = trial.step(model)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.checkpoint.patched import PatchedFolder
-from memopt.environment.generators import seed_cpu
+from memopt.environment.generators import seed_all
 from memopt.errors import ModelError
 from memopt.patches.checks import Check, limited, skipped
 from memopt.patches.record import record_of
@@ -129,26 +129,27 @@ def _rounded_at_random(
     """
     weights = {name: parameter for name, parameter in model.named_parameters() if name in folded}
     stored = {name: parameter.clone() for name, parameter in weights.items()}
+    generator = torch.Generator().manual_seed(0)
+    coarsely = RandomRounding(original.dtype, JUMP_SCALE)
 
     def run(scale: float) -> Run:
         for name, parameter in weights.items():
-            parameter.copy_(rounded_at_random(stored[name], scale))
-        with contextlib.nullcontext() if scale == 1 else RandomRounding(original.dtype, scale):
+            parameter.copy_(rounded_at_random(stored[name], generator, scale))
+        with contextlib.nullcontext() if scale == 1 else coarsely:
             return _run(model, original.probes, original.dtype)
 
-    with torch.random.fork_rng(devices=[]):
-        seed_cpu(0)
-        runs: list[Run] = []
-        # A choice may differ in only one run of ten.
-        while len(runs) < _ROUNDED or (len(runs) < _MOST and jumps.may_jump_in_more(runs)):
-            runs.append(run(1.0))
-            jumps.add(run(JUMP_SCALE))
+    runs: list[Run] = []
+    # A choice may differ in only one run of ten.
+    while len(runs) < _ROUNDED or (len(runs) < _MOST and jumps.may_jump_in_more(runs)):
+        runs.append(run(1.0))
+        jumps.add(run(JUMP_SCALE))
     return runs
 
 
 def _run(model: nn.Module, probes: Probes, dtype: torch.dtype, *, training_path: bool = False) -> Run:
     """Outputs for every probe. Patched modules run memopt's forward only where gradients are recorded."""
     results = []
+    seed_all(0)
     for inputs in probes.batches:
         with torch.set_grad_enabled(training_path):
             outputs = floating_outputs(model(**cast_inputs(inputs, dtype)))

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from memopt.environment.generators import seed_cpu
 from memopt.errors import first_of
 from memopt.patches.capabilities import EngineSettings
 from memopt.patches.checks import Check, limited, skipped
@@ -118,8 +117,7 @@ def stock_runs(trial: CheckpointTrial) -> bool:
 
 
 def _rounded_at_random(stock: StoredRun[Step], runs: int, model: nn.Module) -> list[Step]:
-    with torch.random.fork_rng(devices=[]), RandomRounding(stock.dtype):
-        seed_cpu(0)
+    with RandomRounding(stock.dtype):
         return [training_step(model, stock.probes, stock.dtype) for _ in range(runs)]
 
 

@@ -21,12 +21,13 @@ _Rows = list[Tensor]
 
 
 class RandomRounding(TorchDispatchMode):
-    """Inside, each result in `dtype` is changed by up to `scale` / 2 units in the last place and then rounded; by
-    torch's default generator. Views, and results that are or would become infinite, are not changed."""
+    """Inside, each result in `dtype` is changed by up to `scale` / 2 units in the last place and then rounded; by a
+    generator of its own, so that a forward draws as it does outside. Views, and results that are or would become
+    infinite, are not changed."""
 
-    def __init__(self, dtype: torch.dtype, scale: float = 1.0) -> None:
+    def __init__(self, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> None:
         super().__init__()
-        self._dtype, self._scale = dtype, scale
+        self._dtype, self._scale, self._generator = dtype, scale, torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -37,12 +38,13 @@ class RandomRounding(TorchDispatchMode):
     def _rounded(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dtype != self._dtype or leaf.is_meta:
             return leaf
-        return rounded_at_random(leaf, self._scale)
+        return rounded_at_random(leaf, self._generator, self._scale)
 
 
-def rounded_at_random(tensor: Tensor, scale: float = 1.0) -> Tensor:
+def rounded_at_random(tensor: Tensor, generator: torch.Generator, scale: float = 1.0) -> Tensor:
     """`tensor`, with each element changed by up to `scale` / 2 units in the last place and then rounded."""
-    off = torch.finfo(tensor.dtype).eps * scale * (torch.rand_like(tensor, dtype=torch.float64) - 0.5)
+    drawn = torch.rand(tensor.shape, dtype=torch.float64, generator=generator)
+    off = torch.finfo(tensor.dtype).eps * scale * (drawn - 0.5)
     rounded = (tensor.double() * (1 + off)).to(tensor.dtype)
     return torch.where(rounded.isfinite(), rounded, tensor)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from memopt.api import from_pretrained, load
 from memopt.checkpoint.sources.source import open_source
-from memopt.environment.generators import seed_cpu
+from memopt.environment.generators import seed_all
 from memopt.patches.capabilities import Checks
 from memopt.patches.checks import Check, worst_of_each
 from memopt.patches.registry import having
@@ -169,8 +169,7 @@ class _Sweep:
             return compare_steps(step(_WIDE, count)[0], truth)
 
         def rounded() -> tuple[list[Step], list[Step]]:
-            with torch.random.fork_rng(devices=[]), RandomRounding(self.stored):
-                seed_cpu(0)
+            with RandomRounding(self.stored):
                 ours = [step(self.stored, None)[0] for _ in range(2)]
                 return ours, [step(self.stored, 0)[0] for _ in range(STOCK_RUNS - 1)]
 
@@ -204,6 +203,7 @@ class _Sweep:
         ]
         with self.shelf.loaded(block, dtype), precise(dtype), torch.enable_grad():
             here = with_tensors(call, inputs)
+            seed_all(0)
             swapped = [module for module in block.modules() if is_swapped(module)]
             with stock_forwards(swapped[patched:] if patched is not None else ()):
                 output = type(block).forward(block, *here["args"], **here["kwargs"])

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memopt.environment.generators import seed_cpu
+from memopt.environment.generators import seed_all
 from memopt.patches.checks import Check, limited, skipped, worst_of_each
 from memopt.verification.gradient import compare_gradients
 from memopt.verification.models import cast_inputs, floating_outputs
@@ -125,15 +125,16 @@ def _ran(
     casts = situation.precision == "autocast" and dtype == torch.float32 != pair.wide
     autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=casts)
     cast_batches = [cast_inputs(each, dtype) for each in given]
+    rounded = dtype if dtype == torch.float64 else torch.bfloat16
     model.zero_grad(set_to_none=True)
     outputs: dict[str, Tensor] = {}
     with (
         preserved(model), as_in(situation, model, pair.blocks), precise(dtype),
         pair.with_stock(patched if model is pair.patched else None),
         # Results are rounded, not weights and buffers.
-        RandomRounding(dtype if dtype == torch.float64 else torch.bfloat16) if seed else contextlib.nullcontext(),
+        RandomRounding(rounded, seed=seed) if seed else contextlib.nullcontext(),
     ):  # fmt: skip
-        _seed(seed)
+        seed_all(seed)
         evaluated = _evaluated(model, cast_batches[0], autocast) if situation.evaluates else {}
         for batch in cast_batches:
             with autocast():
@@ -157,11 +158,12 @@ def _evaluated(model: nn.Module, batch: dict[str, Any], autocast: Any) -> dict[s
         ids, generates = batch.get("input_ids"), getattr(model, "can_generate", None)
         if isinstance(ids, Tensor) and ids.dim() == 2 and generates is not None and generates():
             prompt = ids[:, :_PROMPT]
-            made = cast(Any, model).generate(
-                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=_NEW_TOKENS, do_sample=False,
-                pad_token_id=0,
-            )  # fmt: skip
-            outputs["generated"] = made.double()
+            with contextlib.suppress(Exception):  # a model may need more than tokens (Voxtral); the other must, too
+                made = cast(Any, model).generate(
+                    input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=_NEW_TOKENS,
+                    do_sample=False, pad_token_id=0,
+                )  # fmt: skip
+                outputs["generated"] = made.double()
     model.train(mode)
     return {f"{name} without gradients": each for name, each in outputs.items()}
 
@@ -253,7 +255,7 @@ def _dropout(pair: Pair, batch: dict[str, Any]) -> Iterator[Check]:
         return
 
     def loss(seed: int) -> Tensor:
-        _seed(seed)
+        seed_all(seed)
         return loss_of(model(**given))
 
     def slope(patched: int | None) -> Worst:
@@ -285,12 +287,6 @@ def _dropout(pair: Pair, batch: dict[str, Any]) -> Iterator[Check]:
         if not found.value <= limit:  # where a loss jumps or is detached in part, stock modules miss its slope as well
             limit = max(limit, 2 * slope(0).value)
         yield _check("training.dropout", pair, "train mode, dropouts on", found, slope, limit)
-
-
-def _seed(seed: int) -> None:
-    seed_cpu(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def _generators() -> str:

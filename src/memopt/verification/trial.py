@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from memopt.api import plan_for
 from memopt.environment.files import user_path
+from memopt.environment.generators import seed_all
 from memopt.patches.capabilities import Checks, Reports, Section
 from memopt.patches.registry import having
 from memopt.plan.plan import Plan
@@ -100,10 +101,10 @@ class CheckpointTrial:
         return plan_for(model, self.recipe, inputs=self.inputs)
 
     def step(self, model: nn.Module) -> tuple[float, Gradients]:
-        """Loss and gradients of the probe batch, in fp32 and eval mode."""
+        """Loss and gradients of the probe batch, in fp32 and eval mode; each sampled step draws other rows."""
         if self._probes is None:
             self._probes = self.probes(model)
-        step = training_step(model, self._probes, DTYPE)
+        step = _step(model, self._probes, DTYPE)
         return step.loss, step.gradients
 
 
@@ -131,7 +132,13 @@ class Step:
 
 
 def training_step(model: nn.Module, probes: Probes, dtype: torch.dtype) -> Step:
-    """Forward and backward on the first probe; `model` is in eval mode, so no dropout runs."""
+    """Forward and backward on the first probe; `model` is in eval mode, so no dropout runs. A forward that draws random
+    numbers (the mask of ViT-MAE) draws the same ones in every step."""
+    seed_all(0)
+    return _step(model, probes, dtype)
+
+
+def _step(model: nn.Module, probes: Probes, dtype: torch.dtype) -> Step:
     model.zero_grad()
     output = model(**cast_inputs({**probes.batches[0], **probes.targets[0]}, dtype))
     loss = loss_of(output)
