@@ -243,6 +243,7 @@ def test_rotated_queries_and_keys_that_are_saved_fail_memory_by_block(tmp_path, 
         pytest.param("sam2_vision_model", "exact-unfolded", id="the model keeps its own table of positions"),
         pytest.param("esm", "exact-levels", id="an activation of five operations runs again"),
         pytest.param("pe_audio", "exact-unfolded", id="it reads tokens and sounds of one size"),
+        pytest.param("glm4v_moe", "exact", id="experts free what stock saves", marks=pytest.mark.slow),
         pytest.param("dab-detr", "exact-unfolded", id="PReLU keeps a copy of its parameter", marks=pytest.mark.slow),
     ],
 )

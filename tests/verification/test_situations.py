@@ -21,6 +21,7 @@ from tests.factories import tiny_model
 from tests.mutation.catalogue import Row, run
 from tests.mutation.folders import workshop
 from tests.mutation.planted import FAULTS
+from tests.zoo.build import saved_twin
 
 _NAMES = [field.name for field in dataclasses.fields(Situation)]
 _VALUES = {name: {getattr(each, name) for each in SITUATIONS} for name in _NAMES}
@@ -144,3 +145,13 @@ def test_a_model_that_generates_from_more_than_tokens_is_compared_after_an_evalu
     checks = {check.id: check for check in verify(patched, level="training").checks}
     assert checks["training.situations"].value == len(SITUATIONS)
     assert checks["training.evaluation"].status == "pass"
+
+
+def test_a_model_of_packed_images_is_compared_in_the_size_of_its_own_batch(tmp_path):
+    """Its rows cannot be repeated or lengthened one by one."""
+    assert saved_twin("lfm3_vl_vision", tmp_path / "model")
+    patch_checkpoint(tmp_path / "model", tmp_path / "patched", recipe="exact")
+    checks = {check.id: check for check in verify(tmp_path / "patched", level="training").checks}
+    assert checks["training.situations"].value == len(SITUATIONS)
+    assert "the batch as it is" in checks["training.steps"].detail
+    assert {check.status for check in checks.values()} == {"pass"}

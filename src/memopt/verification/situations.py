@@ -38,6 +38,7 @@ class Situation:
     precision: Precision
     """fp64, fp32 weights under autocast to bf16, or bf16 weights."""
     rows: int
+    """0: the model's own batch, in its own size, for models that run in no other."""
     tokens: int
     padded: bool
     """A row ends in padding, another begins with it; labels in padding and at the start of each row are ignored."""
@@ -52,7 +53,8 @@ class Situation:
         trains = {"all": "", "lora": "LoRA"}.get(self.trains, "every second parameter frozen")
         backward = {"once": "", "second": "second batch without zeroing", "twice": "backward twice"}[self.backward]
         precision = "fp64" if self.precision == "exact" else self.precision
-        size, mode = f"{self.rows} x {self.tokens} tokens", "train mode" if self.training else "eval mode"
+        size = f"{self.rows} x {self.tokens} tokens" if self.rows else "the batch as it is"
+        mode = "train mode" if self.training else "eval mode"
         said = (mode, trains, precision, size, "padded" * self.padded, backward, "after an evaluation" * self.evaluates)
         return ", ".join(filter(None, (*said, "outlier channels" * self.outliers)))
 
@@ -81,12 +83,14 @@ SITUATIONS = tuple(Situation(*row) for row in _ROWS)
 
 def batches(model: nn.Module, probes: Probes, situation: Situation) -> list[dict[str, Any]]:
     """The batches of a situation, with labels, made from the batch of `probes`; no row exceeds the model's context."""
+    count = 2 if situation.backward == "second" else 1
+    if not situation.rows:
+        return [{**probes.batches[0], **probes.targets[0]}] * count
     rows, tokens = situation.rows, min(situation.tokens, _longest(model))
     if situation.precision == "bf16" and situation.tokens == LONG:
         widths = (getattr(config, "hidden_size", None) for config in _configs(model))
         width = next((width for width in widths if isinstance(width, int) and width > 0), _LARGE)
         rows = max(rows, min(_LARGE // (width * tokens) + 1, -(-_MOST_TOKENS // tokens)))
-    count = 2 if situation.backward == "second" else 1
     made = (_batch(probes, rows, tokens, seed) for seed in range(count))
     return [_padded(model, each) if situation.padded else each for each in made]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, Patterns, PlanView, Rows
@@ -85,6 +85,10 @@ class LinearPatch(Patch, Levels, Checks, Reports):
 
     def saves(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Saves:
         return Saves(unsaved=_outputs(plan))
+
+    def frees(self, plan: PlanView) -> Collection[str]:
+        # Experts, one after another: rows that are gathered again, and products that are computed again.
+        return {site.module for site in plan.sites.linears if len(site.shape) > 2}
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         dtypes = [(str(each.dtype), each.requires_grad) for each in model.parameters() if each.dim() > 1]
