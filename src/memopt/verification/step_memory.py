@@ -24,7 +24,7 @@ from memopt.patches.checks import Check, limited, worst_name
 from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.torch_compat import storage_id
-from memopt.trace.storages import storages
+from memopt.trace.storages import Lifetime, storages
 from memopt.trace.timeline import Timeline
 from memopt.verification.models import cast_inputs
 from memopt.verification.modules import Worst, culprit
@@ -33,6 +33,7 @@ from memopt.verification.situations import without_dropout
 from memopt.verification.trial import CheckpointTrial, loss_of
 from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
+from memopt.walk.sites import is_inside
 
 _CHECKS = {
     "behind": ("memory.after_backward", "bytes alive after backward beyond stock", "backward frees what it read"),
@@ -61,11 +62,16 @@ class Lived:
 
 
 class _Transient(NamedTuple):
-    """Bytes of one module: most alive at once of those freed in the forward, the largest storage, and not freed."""
+    """Bytes of one module in a forward of the model."""
 
     most: int = 0
+    """Alive at once, of those freed inside of the call that allocated them."""
     largest: int = 1
-    kept: int = 0
+    """Of one storage."""
+    left: int = 0
+    """Alive after the call: results, and what is saved."""
+    saved: int = 0
+    """Alive after the forward."""
 
 
 def verify_step(trial: CheckpointTrial) -> list[Check]:
@@ -89,7 +95,7 @@ def _checks(pair: Pair, approximates: Collection[str]) -> Iterator[Check]:
             subject = _culprit(pair, batch, name, allowed)
             if name == "peak":
                 before, its = (each.transient.get(subject, _Transient()) for each in (stock, patched))
-                more = max(its.largest, before.kept - its.kept)
+                more = max(its.largest, before.saved - its.saved)
         yield limited(
             id, subject, float(max(found - allowed - more, 0)), 0.0, metric, reason, _STOCK, found,
             f"stock {allowed} bytes, patched {found}",
@@ -101,7 +107,7 @@ def _transient(pair: Pair, stock: Lived, patched: Lived) -> Check:
     frees = {name for patch in having(Checks) for name in (patch.frees(record.plan) if record is not None else ())}
     for name in (name for name, _ in pair.swapped if name in patched.transient):
         found, before = patched.transient[name], stock.transient.get(name, _Transient())
-        allowed = before.most + max(0, before.kept - found.kept) * (name in frees)
+        allowed = before.most + max(0, before.left - found.left) * (name in frees)
         excess[name] = max(0, found.most - allowed) / found.largest
     worst = worst_name(excess)
     value = excess.get(worst, 0.0)
@@ -132,7 +138,7 @@ def lived(model: nn.Module, batch: Batch) -> Lived:
     try:
         with preserved(model):
             arrays = -_array_bytes()
-            timeline = Timeline(model)
+            timeline = _Calls(model)
             with timeline:
                 loss = loss_of(model(**batch))
                 ends = len(timeline.events)
@@ -158,16 +164,30 @@ def _peak(timeline: Timeline, until: int) -> int:
     return max(accumulate((life.nbytes if life.born == at else -life.nbytes for at, life in lives), initial=0))
 
 
-def _transients(timeline: Timeline, until: int) -> dict[str, _Transient]:
+class _Calls(Timeline):
+    """Also tells which storages were freed inside of the call that allocated them: results live longer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.inside = set[Lifetime]()
+
+    def end(self, life: Lifetime) -> None:
+        super().end(life)
+        if life.module and is_inside(self.module(), life.module):
+            self.inside.add(life)
+
+
+def _transients(timeline: _Calls, until: int) -> dict[str, _Transient]:
     now, found = Counter[str](), dict[str, _Transient]()
     for moment, life in enumerate(timeline.events[:until]):
         born, name = life.born == moment, life.module
         is_freed = 0 <= life.died < until
-        if is_freed:
+        if is_freed and life in timeline.inside:
             now[name] += life.nbytes if born else -life.nbytes
-        most, largest, kept = found.get(name, _Transient())
-        kept += 0 if is_freed else life.nbytes
-        found[name] = _Transient(max(most, now[name]), max(largest, life.nbytes), kept)
+        most, largest, left, saved = found.get(name, _Transient())
+        left += 0 if is_freed and life in timeline.inside else life.nbytes
+        saved += 0 if is_freed else life.nbytes
+        found[name] = _Transient(max(most, now[name]), max(largest, life.nbytes), left, saved)
     return found
 
 
