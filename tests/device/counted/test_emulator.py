@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +88,37 @@ def test_the_peak_counts_results_of_operators_and_what_was_freed() -> None:
         z = x + 1
     assert count.peak == 2**20
     del z
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("kind", [torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.ConvTranspose2d])
+def test_a_convolution_is_one_launch_with_the_cpus_values(kind: Any, groups: int) -> None:
+    convolution = kind(8, 8, 3, groups=groups)
+    x = torch.randn(2, 8, *(5,) * (convolution.weight.dim() - 2))
+    convolution(x).sum().backward()
+    expected = convolution.weight.grad.clone()
+    convolution.zero_grad()
+    with counting() as count:
+        convolution.cuda()(x.cuda()).sum().backward()
+    torch.testing.assert_close(convolution.weight.grad.cpu(), expected)
+    assert count.launches["aten::convolution"] == count.launches["aten::convolution_backward"] == 1
+
+
+def test_the_loss_of_transcripts_reads_their_lengths_and_runs() -> None:
+    scores = torch.randn(6, 2, 5)
+    given = [torch.tensor([[1, 2], [3, 4]]), torch.tensor([6, 5]), torch.tensor([2, 1])]
+    expected = torch.nn.functional.ctc_loss(scores.log_softmax(-1), *given)
+    found = torch.nn.functional.ctc_loss(scores.cuda().log_softmax(-1), *(each.cuda() for each in given))
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_a_file_is_read_onto_the_device_that_its_tensors_were_on_or_another() -> None:
+    file = io.BytesIO()
+    torch.save(torch.arange(3.0, device="cuda:1"), file)
+    for place, expected in ((None, "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")):
+        file.seek(0)
+        found = torch.load(file, map_location=place)
+        assert (str(found.device), found.tolist()) == (expected, [0.0, 1.0, 2.0])
 
 
 def test_generators_of_the_device_are_its_own_and_their_state_is_restored() -> None:

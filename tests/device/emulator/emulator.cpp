@@ -564,6 +564,9 @@ Tensor grouped_mm(
   return on_device(at::_grouped_mm(on_cpu(a), on_cpu(b), given(offsets), given(bias), dtype), a.device());
 }
 
+bool is_not_there(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, int64_t) { return false; }
+bool is_not_there_for_lengths_in_tensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) { return false; }
+
 Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
@@ -607,6 +610,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("addmm.dtype", &addmm_dtype);
   library.impl("addmm.dtype_out", &addmm_dtype_out);
   library.impl("record_stream", [](Tensor&, Stream) {});
+  // Not by the kernel that PyTorch chooses for CUDA: the CPU has no grouped ones, and their backward is no operator.
+  library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  for (const char* library_of_cuda : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
+    library.impl(library_of_cuda, &is_not_there);
+    library.impl((std::string(library_of_cuda) + ".Tensor").c_str(), &is_not_there_for_lengths_in_tensors);
+  }
 }
 
 extern "C" {

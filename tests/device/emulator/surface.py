@@ -31,6 +31,7 @@ def install(library: ctypes.CDLL, meter: Meter) -> None:
     cuda.set_sync_debug_mode = lambda mode: setattr(meter, "sync_debug_mode", _MODES.get(mode, mode))  # type: ignore[arg-type, misc]
     cuda.get_sync_debug_mode = lambda: meter.sync_debug_mode
     torch.storage.UntypedStorage.clone = _clone_storage  # type: ignore[method-assign]
+    torch.storage.UntypedStorage.to = _moved_storage  # type: ignore[method-assign]
 
 
 def _devices(library: ctypes.CDLL) -> None:
@@ -184,6 +185,19 @@ def _clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
         return _clone_of_cpu(self)
     source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
     return source.clone().untyped_storage()
+
+
+_to_of_cpu = torch.storage.UntypedStorage.to
+
+
+def _moved_storage(
+    self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False
+) -> torch.UntypedStorage | torch.TypedStorage:
+    target = torch.device(device)
+    if target.type != "cuda" or self.device.type == "cuda":
+        return _to_of_cpu(self, device=target, non_blocking=non_blocking)
+    source = torch.empty(0, dtype=torch.uint8).set_(self)
+    return source.to(target, non_blocking=non_blocking).untyped_storage()
 
 
 def _answer(module: Any, **answers: Any) -> None:
