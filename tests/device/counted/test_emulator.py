@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,28 @@ def test_the_loss_of_transcripts_reads_their_lengths_and_runs() -> None:
     expected = torch.nn.functional.ctc_loss(scores.log_softmax(-1), *given)
     found = torch.nn.functional.ctc_loss(scores.cuda().log_softmax(-1), *(each.cuda() for each in given))
     torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_a_softmax_of_fp16_may_have_an_fp32_result(function: Any) -> None:
+    x = torch.randn(3, 5, dtype=torch.float16)
+    on_host, there = x.clone().requires_grad_(), x.cuda().requires_grad_()
+    expected, found = (function(each, -1, dtype=torch.float32) for each in (on_host, there))
+    (expected**2).sum().backward()
+    (found**2).sum().backward()
+    assert (found.dtype, there.grad.dtype) == (torch.float32, torch.float16)
+    torch.testing.assert_close((found.cpu(), there.grad.cpu()), (expected, on_host.grad))
+
+
+def test_an_lstm_has_the_cpus_values_and_gradients() -> None:
+    model, x = torch.nn.LSTM(4, 6, num_layers=2), torch.randn(5, 2, 4)
+    model(x)[0].square().sum().backward()
+    expected = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this PyTorch has no cuDNN
+        model.cuda()(x.cuda())[0].square().sum().backward()
+    torch.testing.assert_close([each.grad.cpu() for each in model.parameters()], expected)
 
 
 def test_a_file_is_read_onto_the_device_that_its_tensors_were_on_or_another() -> None:

@@ -12,19 +12,26 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_log_softmax_backward_data.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/histc.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -564,6 +571,57 @@ Tensor grouped_mm(
   return on_device(at::_grouped_mm(on_cpu(a), on_cpu(b), given(offsets), given(bias), dtype), a.device());
 }
 
+// A softmax of fp16 whose result is fp32, which the CPU lacks, and its backward.
+template <Tensor& (*kernel)(Tensor&, const Tensor&, int64_t, bool)>
+Tensor& softmax_out(const Tensor& self, int64_t dim, bool half_to_float, Tensor& out) {
+  launched("aten::_softmax.out");
+  at::NoGradGuard no_graph;
+  auto result = on_cpu(out);
+  kernel(result, half_to_float ? on_cpu(self).to(at::kFloat) : on_cpu(self), dim, false);
+  return out;
+}
+
+template <Tensor (*kernel)(const Tensor&, const Tensor&, int64_t, at::ScalarType)>
+Tensor& softmax_backward_out(const Tensor& grad, const Tensor& output, int64_t dim, at::ScalarType, Tensor& out) {
+  launched("aten::_softmax_backward_data.out");
+  at::NoGradGuard no_graph;
+  on_cpu(out).copy_(kernel(on_cpu(grad), on_cpu(output), dim, grad.scalar_type()));
+  return out;
+}
+
+// The cell of an LSTM, which on CUDA is one kernel: (hy, cy, the four gates).
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& of_input, const Tensor& of_hidden, const Tensor& cx, const std::optional<Tensor>& input_bias,
+    const std::optional<Tensor>& hidden_bias) {
+  launched("aten::_thnn_fused_lstm_cell");
+  at::NoGradGuard no_graph;
+  auto sum = on_cpu(of_input) + on_cpu(of_hidden);
+  for (const auto& bias : {input_bias, hidden_bias})
+    if (bias && bias->defined()) sum = sum + on_cpu(*bias);
+  auto gates = sum.chunk(4, 1);
+  auto i = gates[0].sigmoid(), f = gates[1].sigmoid(), g = gates[2].tanh(), o = gates[3].sigmoid();
+  auto cy = f * on_cpu(cx) + i * g;
+  auto there = of_input.device();
+  return {on_device(o * cy.tanh(), there), on_device(cy, there), on_device(at::cat({i, f, g, o}, 1), there)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const std::optional<Tensor>& grad_hy, const std::optional<Tensor>& grad_cy, const Tensor& cx, const Tensor& cy,
+    const Tensor& workspace, bool has_bias) {
+  launched("aten::_thnn_fused_lstm_cell_backward_impl");
+  at::NoGradGuard no_graph;
+  auto given = [&](const std::optional<Tensor>& t) { return t && t->defined() ? on_cpu(*t) : at::zeros_like(on_cpu(cx)); };
+  auto gates = on_cpu(workspace).chunk(4, 1);
+  const auto &i = gates[0], &f = gates[1], &g = gates[2], &o = gates[3];
+  auto dhy = given(grad_hy), t = on_cpu(cy).tanh();
+  auto dc = given(grad_cy) + dhy * o * (1 - t * t);
+  auto gradients = at::cat(
+      {dc * g * i * (1 - i), dc * on_cpu(cx) * f * (1 - f), dc * i * (1 - g * g), dhy * t * o * (1 - o)}, 1);
+  auto there = cx.device();
+  auto of_bias = has_bias ? on_device(gradients.sum(0), there) : Tensor();
+  return {on_device(gradients, there), on_device(dc * f, there), of_bias};
+}
+
 bool is_not_there(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, int64_t) { return false; }
 bool is_not_there_for_lengths_in_tensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) { return false; }
 
@@ -613,6 +671,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   // Not by the kernel that PyTorch chooses for CUDA: the CPU has no grouped ones, and their backward is no operator.
   library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  library.impl("_softmax.out", &softmax_out<&at::_softmax_out>);
+  library.impl("_log_softmax.out", &softmax_out<&at::_log_softmax_out>);
+  library.impl("_softmax_backward_data.out", &softmax_backward_out<&at::_softmax_backward_data>);
+  library.impl("_log_softmax_backward_data.out", &softmax_backward_out<&at::_log_softmax_backward_data>);
+  library.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  library.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
   for (const char* library_of_cuda : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
     library.impl(library_of_cuda, &is_not_there);
     library.impl((std::string(library_of_cuda) + ".Tensor").c_str(), &is_not_there_for_lengths_in_tensors);
