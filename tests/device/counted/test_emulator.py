@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.device.emulator import build
 from tests.device.emulator.install import counting
@@ -91,6 +92,12 @@ def test_the_peak_counts_results_of_operators_and_what_was_freed() -> None:
     del z
 
 
+def test_memory_of_the_device_cannot_be_pinned() -> None:
+    for empty in (lambda: torch.empty(3, device="cuda", pin_memory=True), lambda: torch.ones(3).cuda().pin_memory()):
+        with pytest.raises(RuntimeError, match="can be pinned"):
+            empty()
+
+
 @pytest.mark.parametrize("groups", [1, 4, 8])
 @pytest.mark.parametrize("kind", [torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.ConvTranspose2d])
 def test_a_convolution_is_one_launch_with_the_cpus_values(kind: Any, groups: int) -> None:
@@ -155,6 +162,37 @@ def test_generators_of_the_device_are_its_own_and_their_state_is_restored() -> N
     assert torch.equal(torch.randn(4, device="cuda"), first)
     torch.manual_seed(3)
     assert not torch.equal(torch.randn(4), first.cpu())
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_numbers_are_drawn_from_the_generator_of_the_tensors_device(device: str) -> None:
+    x = torch.ones(64, device=device)
+    for draw in (
+        lambda: torch.nn.functional.dropout(x, 0.5),
+        lambda: torch.randn_like(x),
+        lambda: torch.bernoulli(x / 2),
+    ):
+        states = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
+        draw()
+        after = torch.get_rng_state(), *torch.cuda.get_rng_state_all()
+        changed = [not torch.equal(*each) for each in zip(states, after, strict=True)]
+        assert changed == [False, device == "cuda:0", device == "cuda:1"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_repeats_the_dropouts_of_the_device(use_reentrant: bool) -> None:
+    x = torch.ones(64, device="cuda", requires_grad=True)
+    y = checkpoint(torch.nn.functional.dropout, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+
+
+def test_indices_on_the_cpu_are_copied_to_the_device() -> None:
+    x, indices = torch.ones(4, device="cuda"), torch.tensor([0, 2])
+    with counting() as count:
+        x[indices]
+        x[indices] = torch.zeros(2, device="cuda")
+    assert count.waits.total() == 2
 
 
 def test_a_kernel_that_is_launched_on_another_device_than_its_tensors_is_an_error() -> None:

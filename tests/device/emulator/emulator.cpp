@@ -25,6 +25,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/histc.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
@@ -395,12 +396,14 @@ class Call {
       TORCH_CHECK(generator.device().is_cuda(), "Expected a 'cuda' device type for generator but found 'cpu'");
       return cpu_generator(generator);
     }
-    if (value.isNone() && argument == "generator") return cpu_generator(default_generator(-1));
+    if (value.isNone() && argument == "generator") return cpu_generator(default_generator(device_ ? device_->index() : -1));
     return value;
   }
 
   void check_devices() const {
-    if (device_ && cpu_seen_ && !takes_cpu_tensors(name_)) refuse_two_devices(DeviceType::CPU, *device_, name_);
+    if (!device_ || !cpu_seen_) return;
+    if (!takes_cpu_tensors(name_)) refuse_two_devices(DeviceType::CPU, *device_, name_);
+    if (name_.find("index_put") != std::string::npos) waited("copy of indices from the CPU");
   }
 
   Tensor returned(const Tensor& result) const {
@@ -471,16 +474,22 @@ struct OnDevice {
   DeviceIndex before;
 };
 
+void refuse_to_pin(std::optional<bool> pinned) {
+  TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
+}
+
 Tensor empty(
     IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
-    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+    std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+  refuse_to_pin(pinned);
   OnDevice there(device);
   return at::detail::empty_generic(size, &device_memory, DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(
     IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-    std::optional<Device> device, std::optional<bool>) {
+    std::optional<Device> device, std::optional<bool> pinned) {
+  refuse_to_pin(pinned);
   OnDevice there(device);
   return at::detail::empty_strided_generic(
       size, stride, &device_memory, DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype));
@@ -622,6 +631,18 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
   return {on_device(gradients, there), on_device(dc * f, there), of_bias};
 }
 
+// The CPU's draws from the CPU's generator, since it is given none.
+std::tuple<Tensor, Tensor> dropout(const Tensor& self, double p, std::optional<bool> train) {
+  launched("aten::native_dropout");
+  at::NoGradGuard no_graph;
+  auto x = on_cpu(self);
+  double kept = train.value_or(true) ? 1 - p : 1;
+  auto mask = at::empty_like(x, x.options().dtype(at::kBool));
+  mask.bernoulli_(kept, cpu_generator(default_generator(self.device().index())));
+  auto result = x * mask * (kept ? 1 / kept : 0);
+  return {on_device(result, self.device()), on_device(mask, self.device())};
+}
+
 bool is_not_there(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, int64_t) { return false; }
 bool is_not_there_for_lengths_in_tensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) { return false; }
 
@@ -671,6 +692,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   // Not by the kernel that PyTorch chooses for CUDA: the CPU has no grouped ones, and their backward is no operator.
   library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  library.impl("native_dropout", &dropout);
   library.impl("_softmax.out", &softmax_out<&at::_softmax_out>);
   library.impl("_log_softmax.out", &softmax_out<&at::_log_softmax_out>);
   library.impl("_softmax_backward_data.out", &softmax_backward_out<&at::_softmax_backward_data>);

@@ -74,7 +74,7 @@ def _devices(library: ctypes.CDLL) -> None:
     count = library.emulated_devices()
     _answer(
         torch.cuda,
-        is_available=lambda: True, device_count=lambda: count, is_initialized=lambda: True,
+        is_available=lambda: True, device_count=lambda: count, is_initialized=lambda: True, _initialized=True,
         _lazy_init=lambda: None, _lazy_call=lambda function, **options: function(),
         current_device=current, set_device=lambda d: set_current(index_of(d)),
         _exchange_device=exchange, _maybe_exchange_device=exchange, device=Current, device_of=CurrentOf,
