@@ -36,7 +36,7 @@ def waits_of_a_step(model: nn.Module, inputs: dict[str, Tensor]) -> int:
     return int(count.waits.total())
 
 
-@pytest.mark.parametrize("recipe", ["exact-unfolded", "int8", "sampled", "approx-8bit"])
+@pytest.mark.parametrize("recipe", ["exact-unfolded", "long-context", "int8", "sampled", "approx-8bit"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @pytest.mark.usefixtures("cuda_by_default")
 def test_a_model_is_patched_and_waits_no_more_than_stock(name: str, recipe: str) -> None:
