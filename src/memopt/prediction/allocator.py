@@ -11,9 +11,9 @@ is one stream.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, repeat
 
 from memopt.trace.events import Event, Storage
 
@@ -30,11 +30,6 @@ SMALL_POOL, LARGE_POOL = 1 << 46, 1 << 47
 #: Bits of an address, and a number with all of them.
 _ADDRESS_BITS = 48
 _ADDRESS = (1 << _ADDRESS_BITS) - 1
-
-
-def rounded(nbytes: int) -> int:
-    """Bytes of the block that holds a tensor of `nbytes`."""
-    return max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
 
 
 def reserved(
@@ -56,10 +51,8 @@ def reserved(
             the limit is raised to the bytes that are needed. None: a device with room for every segment.
     """
     allocator = Allocator(expandable=expandable, limit=limit)
-    for storage in resident:
-        allocator.allocate(storage)
-    for storage, allocated, _ in list(events) * steps:
-        (allocator.allocate if allocated else allocator.free)(storage)
+    for each in (_allocated(resident), *repeat(events, steps)):
+        allocator.run(each)
     return allocator.most
 
 
@@ -80,10 +73,11 @@ def least_limit(resident: Sequence[Storage], events: Sequence[Event], *, expanda
         low, limit = higher, max(higher, live + (live >> 8 << number))
     else:
         return reserved(resident, events, expandable=expandable)
-    limit = low
+    limit, tried = low, -1
     for _ in range(_BISECTIONS):
-        if limit >= most:
+        if limit >= most or limit == tried:
             break
+        tried = limit
         less, higher = _most(Allocator(expandable=expandable, limit=limit), resident, events)
         most, low = (most, higher) if less is None else (less, low)
         limit = (low + most) // 2
@@ -92,14 +86,16 @@ def least_limit(resident: Sequence[Storage], events: Sequence[Event], *, expanda
 
 def _most(allocator: Allocator, resident: Iterable[Storage], events: Sequence[Event]) -> tuple[int | None, int]:
     """The bytes that two steps hold, or None if they do not fit; then they fit on no device below the second number."""
-    for storage in resident:
-        allocator.allocate(storage)
-    for storage, allocated, _ in chain(events, events):
-        if not allocated:
-            allocator.free(storage)
-        elif allocator.allocate(storage) and allocator.next is not None and allocator.most >= allocator.next:
+    allocator.run(_allocated(resident))
+    for _ in range(2):
+        allocator.run(events, stops=True)
+        if allocator.next is not None and allocator.most >= allocator.next:
             return None, allocator.next
     return allocator.most, 0
+
+
+def _allocated(storages: Iterable[Storage]) -> Iterator[Event]:
+    return (Event(each, True, "forward") for each in storages)
 
 
 class Allocator:
@@ -112,43 +108,79 @@ class Allocator:
         self.next: int | None = None
         """The smallest limit with which a segment would not have been released; None if none was."""
         self._pools = (_Pool(_SMALL_SEGMENT, expandable, SMALL_POOL), _Pool(_LARGE_SEGMENT, expandable, LARGE_POOL))
-        self._blocks: dict[Storage, _Block] = {}
+        self._blocks: dict[Storage, tuple[int, int]] = {}
+        """Storage -> address and size of its block."""
 
     @property
     def reserved(self) -> int:
         """Bytes of all segments."""
         return sum(pool.reserved for pool in self._pools)
 
+    def run(self, events: Iterable[Event], *, stops: bool = False) -> None:
+        """Follow `events`; with `stops`, until the segments exceed `next`. All is in one function, because a step has
+        hundreds of thousands of events."""
+        blocks, (small, large) = self._blocks, self._pools
+        for storage, allocated, _ in events:
+            size = -(-storage.nbytes // _ROUND) * _ROUND
+            if not size:
+                continue
+            if allocated:
+                pool = large if size > _SMALL else small
+                unused, sizes, before = pool.unused, pool.sizes, pool.before
+                place = bisect_left(unused, size << _ADDRESS_BITS)
+                if place == len(unused):
+                    self._grow(pool, size)
+                    if stops and self.next is not None and self.most >= self.next:
+                        return
+                    place = bisect_left(unused, size << _ADDRESS_BITS)
+                key = unused.pop(place)
+                address, whole = key & _ADDRESS, key >> _ADDRESS_BITS
+                del sizes[address]
+                if (rest := whole - size) < pool.least_rest:
+                    del before[address + whole]
+                    blocks[storage] = address, whole
+                    continue
+                blocks[storage] = address, size
+                address, size = address + size, rest
+            else:
+                address, size = blocks.pop(storage)
+                pool = large if address >= LARGE_POOL else small
+                unused, sizes, before, segments = pool.unused, pool.sizes, pool.before, pool.segments
+                behind = address + size
+                if behind in sizes and behind not in segments:
+                    more = sizes.pop(behind)
+                    del unused[bisect_left(unused, more << _ADDRESS_BITS | behind)]
+                    size += more
+                if address in before and address not in segments:
+                    more = before.pop(address)
+                    address -= more
+                    del unused[bisect_left(unused, more << _ADDRESS_BITS | address)]
+                    size += more
+            sizes[address] = before[address + size] = size
+            insort(unused, size << _ADDRESS_BITS | address)
+
     def allocate(self, storage: Storage) -> int:
         """Allocate a block for `storage`; returns its address."""
-        if not storage.nbytes:
-            return 0
-        size = rounded(storage.nbytes)
-        pool = self._pools[size > _SMALL]
-        block = self._blocks[storage] = pool.fitting(size) or self._added(pool, size)
-        return block.address
+        self.run([Event(storage, True, "forward")])
+        return self._blocks[storage][0] if storage.nbytes else 0
 
-    def _added(self, pool: _Pool, size: int) -> _Block:
-        """A block for `size` in a new segment of `pool`, or at the end of its one that grows."""
-        more = pool.more(size)
+    def free(self, storage: Storage) -> int:
+        """Free the block of `storage`; returns its address."""
+        address = self._blocks[storage][0] if storage.nbytes else 0
+        self.run([Event(storage, False, "forward")])
+        return address
+
+    def _grow(self, pool: _Pool, size: int) -> None:
+        """Make a free block for `size` in a new segment of `pool`, or at the end of its one that grows."""
+        more = 1 if pool.expandable else pool.segment_of(size)
         if self.limit is not None and (wanted := self.reserved + more) > self.limit:
             for each in self._pools:
                 each.release()
             if self.reserved + more < wanted:
                 self.next = wanted if self.next is None else min(self.next, wanted)
-        block = pool.added(size)
+        pool.grow(size)
         self.most = max(self.most, self.reserved)
         self.limit = None if self.limit is None else max(self.limit, self.most)
-        return block
-
-    def free(self, storage: Storage) -> int:
-        """Free the block of `storage`; returns its address."""
-        if not storage.nbytes:
-            return 0
-        block = self._blocks.pop(storage)
-        address = block.address
-        self._pools[address >= LARGE_POOL].free(block)
-        return address
 
     def segments(self) -> list[tuple[int, int]]:
         """(address, bytes) of each segment, in order of the address."""
@@ -156,25 +188,10 @@ class Allocator:
 
     def blocks(self) -> list[tuple[int, int, Storage | None]]:
         """(address, bytes, storage) of each block, in order of the address; the storage of a free block is None."""
-        held = {block.address: storage for storage, block in self._blocks.items()}
-        found = sorted((address, block.size) for pool in self._pools for address, block in pool.at.items())
-        return [(address, size, held.get(address)) for address, size in found]
-
-
-@dataclass(eq=False, slots=True)
-class _Block:
-    """A part of a segment, linked to its neighbours."""
-
-    address: int
-    size: int
-    is_free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
-
-    @property
-    def key(self) -> int:
-        """Orders blocks by size, then by address; one number is compared faster than a pair."""
-        return self.size << _ADDRESS_BITS | self.address
+        free: list[tuple[int, int, Storage | None]]
+        free = [(address, size, None) for pool in self._pools for address, size in pool.sizes.items()]
+        held = [(*block, storage) for storage, block in self._blocks.items()]
+        return sorted([*free, *held], key=lambda block: block[0])
 
 
 @dataclass(slots=True)
@@ -187,102 +204,46 @@ class _Pool:
     """Offset of the next segment from `base`."""
     segments: dict[int, int] = field(default_factory=dict)
     """Address -> bytes."""
-    _free: list[int] = field(default_factory=list)
-    """Keys of the free blocks, sorted: the best fit is the first that is large enough."""
-    at: dict[int, _Block] = field(default_factory=dict)
-    """Address -> block."""
-    _last: _Block | None = None
-    """The block at the end of an expandable segment."""
+    unused: list[int] = field(default_factory=list)
+    """The free blocks, sorted: the best fit is the first that is large enough. Each is a number: its size, and in the
+    last bits its address. One number is compared faster than a pair."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Address of a free block -> its size."""
+    before: dict[int, int] = field(default_factory=dict)
+    """Address behind a free block -> its size."""
+    least_rest: int = field(init=False)
+    """The least bytes of a block that are split off behind a tensor."""
 
-    def fitting(self, size: int) -> _Block | None:
-        """The smallest free block that holds `size`, or its part of this size; None if no free block is so large."""
-        free = self._free
-        place = bisect_left(free, size << _ADDRESS_BITS)
-        return self._used(self.at[free.pop(place) & _ADDRESS], size) if place < len(free) else None
-
-    def added(self, size: int) -> _Block:
-        """A block of `size` in a new segment, or at the end of the segment that grows."""
-        return self._used(self._grown(size) if self.expandable else self._segment(self._segment_of(size)), size)
-
-    def _used(self, block: _Block, size: int) -> _Block:
-        rest = block.size - size
+    def __post_init__(self) -> None:
         # A large block is split only if more than 1 MiB of it is left (should_split).
-        if rest > _SMALL or (rest >= _ROUND and (self.expandable or self.segment == _SMALL_SEGMENT)):
-            self._split(block, size)
-        block.is_free = False
-        return block
+        self.least_rest = _ROUND if self.expandable or self.segment == _SMALL_SEGMENT else _SMALL + 1
 
-    def more(self, size: int) -> int:
-        """Bytes of the new segment for a block of `size`; 1 if a segment grows."""
-        return 1 if self.expandable else self._segment_of(size)
+    def grow(self, size: int) -> None:
+        """Make a free block of `size` in a new segment, or at the end of the segment that grows."""
+        address, nbytes, last = self.base + self.end, self.segment_of(size), 0
+        segment = address
+        if self.expandable:
+            segment, last = self.base, self.before.pop(address, 0)
+            nbytes = -(-(size - last) // self.segment) * self.segment
+        self.end += nbytes
+        self.reserved += nbytes
+        self.segments[segment] = self.segments.get(segment, 0) + nbytes
+        if last:
+            self.unused.remove(last << _ADDRESS_BITS | address - last)
+        self.sizes[address - last] = self.before[address + nbytes] = last + nbytes
+        insort(self.unused, last + nbytes << _ADDRESS_BITS | address - last)
 
-    def release(self) -> None:
-        """Release the segments that hold no tensor, unless they are expandable."""
-        for key in () if self.expandable else tuple(self._free):
-            size, address = key >> _ADDRESS_BITS, key & _ADDRESS
-            if self.segments.get(address) == size:
-                self._free.remove(key)
-                del self.at[address], self.segments[address]
-                self.reserved -= size
-
-    def free(self, block: _Block) -> None:
-        block.is_free = True
-        if block.after is not None and block.after.is_free:
-            self._forget(block.after)
-            self._join(block, block.after)
-        if block.before is not None and block.before.is_free:
-            self._forget(block.before)
-            block = block.before
-            assert block.after is not None
-            self._join(block, block.after)
-        insort(self._free, block.key)
-
-    def _join(self, block: _Block, after: _Block) -> None:
-        del self.at[after.address]
-        block.size += after.size
-        block.after = after.after
-        if block.after is not None:
-            block.after.before = block
-        if self._last is after:
-            self._last = block
-
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = rest
-        if self._last is block:
-            self._last = rest
-        block.size, block.after = size, rest
-        self.at[rest.address] = rest
-        insort(self._free, rest.key)
-
-    def _segment_of(self, size: int) -> int:
+    def segment_of(self, size: int) -> int:
+        """Bytes of the new segment for a block of `size`."""
         if self.segment == _SMALL_SEGMENT or size < _LEAST_OWN:
             return self.segment
         return -(-size // _ROUND_OWN) * _ROUND_OWN
 
-    def _grown(self, size: int) -> _Block:
-        last = self._last
-        missing = size - (last.size if last is not None and last.is_free else 0)
-        added = self._segment(-(-missing // self.segment) * self.segment)
-        added.before = last
-        if last is None:
-            return added
-        last.after = added
-        if not last.is_free:
-            return added
-        self._forget(last)
-        self._join(last, added)
-        return last
-
-    def _segment(self, nbytes: int) -> _Block:
-        block = _Block(self.base + self.end, nbytes)
-        segment = self.base if self.expandable else block.address
-        self.end += nbytes
-        self.reserved += nbytes
-        self.segments[segment] = self.segments.get(segment, 0) + nbytes
-        self.at[block.address] = self._last = block
-        return block
-
-    def _forget(self, block: _Block) -> None:
-        del self._free[bisect_left(self._free, block.key)]
+    def release(self) -> None:
+        """Release the segments that hold no tensor, unless they are expandable."""
+        for key in () if self.expandable else tuple(self.unused):
+            size, address = key >> _ADDRESS_BITS, key & _ADDRESS
+            if self.segments.get(address) == size:
+                self.unused.remove(key)
+                del self.sizes[address], self.before[address + size], self.segments[address]
+                self.reserved -= size
