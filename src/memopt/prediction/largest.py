@@ -6,6 +6,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ class Scaled:
         self._alike = {each for other in others for each, size in _sizes(other).items() if sizes.get(each) == size}
         self._is_followed = bool(others) and len(found.events) <= _MOST_EVENTS
         changes = np.array([event.change for event in found.events], np.float64)
-        powers = np.array([self._power(event.storage) for event in found.events], np.int8)
+        power_of = {event.storage: self._power(event.storage) for event in found.events if event.allocated}
+        powers = np.array([power_of[event.storage] for event in found.events], np.int8)
         curves = [np.cumsum(np.where(powers == power, changes, 0.0)) for power in range(3)]
         self._curves: list[Any] = [np.concatenate(([0.0], curve)) for curve in curves]
         self._always = found.context / (1 + MARGIN) + sum(each.nbytes for each in found.resident)
@@ -68,16 +70,15 @@ class Scaled:
         return 2 if self._seq is not None and storage.shape[-2:] == (self._seq, self._seq) else 1
 
 
-def _kind(storage: Storage) -> tuple[str, ...]:
-    return storage.module, storage.operation, storage.part, storage.dtype
+_kind: Callable[[Storage], tuple[str, ...]] = attrgetter("module", "operation", "part", "dtype")
 
 
 def _sizes(found: Prediction) -> dict[tuple[str, ...], int]:
     """Kind of storages -> bytes of the largest one."""
     most: dict[tuple[str, ...], int] = {}
-    for event in found.events:
-        kind = _kind(event.storage)
-        most[kind] = max(most.get(kind, 0), event.storage.nbytes)
+    for storage, allocated, _ in found.events:
+        if allocated and storage.nbytes >= most.get(kind := _kind(storage), 0):
+            most[kind] = storage.nbytes
     return most
 
 

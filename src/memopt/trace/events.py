@@ -136,8 +136,8 @@ def peak_of(resident: Iterable[Storage], events: Sequence[Event]) -> Peak:
         parts[storage.part] += storage.nbytes
     live = most = sum(parts.values())
     top = -1
-    for index, event in enumerate(events):
-        live += event.change
+    for index, (storage, allocated, _) in enumerate(events):
+        live += storage.nbytes if allocated else -storage.nbytes
         if live > most:
             most, top = live, index
     alive = living(events[: top + 1])

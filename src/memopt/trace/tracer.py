@@ -294,7 +294,7 @@ class Extension:
             twin = self._storage.get((phase, place - self._group, number))
             if twin is not None and self._is_relative(storage, twin):
                 storage = self._at((phase, place, number))
-        yield Event(storage, False, event.moment)
+        yield event if storage is event.storage else Event(storage, False, event.moment)
         for other in others:
             yield Event(self._at((phase, other, number)), False, event.moment)
 

@@ -8,9 +8,11 @@ forward and can have the same levels.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import attrgetter
 
 from memopt.prediction.cards import Card
 from memopt.prediction.peak import Prediction
@@ -125,9 +127,11 @@ def _is_gradient(storage: Storage) -> bool:
 def _operations(found: Prediction, names: Sequence[str]) -> list[tuple[tuple[Operation, ...], ...]]:
     """Operations of each block and the head, in forward and backward; the last entry has the other operations."""
     forward, backward = _starts(found.trace.events, names)
+    operations = sorted(found.trace.operations, key=attrgetter("moment"))
+    moments = [each.moment for each in operations]
 
     def within(low: int, high: int) -> tuple[Operation, ...]:
-        return tuple(each for each in found.trace.operations if low <= each.moment < high)
+        return tuple(operations[bisect_left(moments, low) : bisect_left(moments, high)])
 
     count = len(names)
     blocks = [(within(forward[at], forward[at + 1]), within(backward[at], backward[at - 1])) for at in range(count)]
