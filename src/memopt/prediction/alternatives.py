@@ -180,7 +180,10 @@ class _Answer:
         def work(candidate: _Candidate) -> tuple[Way | ModelError, Trace | None]:
             is_known = candidate.training in candidate.tracer.traces
             try:
-                return self.way(candidate), None if is_known else candidate.at().trace
+                way = self.way(candidate)
+                # Remedies read the traces of ways that do not fit. A trace takes seconds to get out of a fork.
+                is_read = not is_known and self.card is not None and not way.fits(self.card.memory)
+                return way, candidate.at().trace if is_read else None
             except ModelError as error:
                 if candidate.name in ("stock", "memopt"):
                     raise
