@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from memopt.environment.collector import collector_paused
 from memopt.prediction.headline import Largest
 from memopt.prediction.peak import MARGIN, Prediction
 from memopt.trace.events import Event, Storage
@@ -52,6 +53,7 @@ class Scaled:
         constant, linear, square = self._curves
         return (1 + MARGIN) * (self._always + float((constant + times * (linear + times * square)).max()))
 
+    @collector_paused()
     def needs(self, times: float) -> float:
         """An estimate that includes the allocator's unused bytes."""
         found = self._found

@@ -17,6 +17,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal
 
+from memopt.environment.collector import collector_paused
 from memopt.environment.forks import each, processes
 from memopt.errors import ModelError
 from memopt.trace.events import Event, Storage, Trace, living
@@ -93,6 +94,7 @@ def trace_ahead(first: Tracer, training: Training, *others: tuple[Tracer, Traini
             tracer._parts[its, groups] = found
 
 
+@collector_paused()
 def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
     """`shallow` with all left-out blocks put back, or with `groups` groups of each run put back."""
     events, operations = shallow.events, shallow.operations
@@ -102,6 +104,7 @@ def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
     return replace(shallow, events=events, operations=operations, gradients=living(events), runs=())
 
 
+@collector_paused()
 def _form(traced: Trace) -> list[Hashable]:
     """A form of a trace to compare with another trace: its events, and the total FLOPs and bytes of its operations.
     Storages of 0 bytes are left out, because Python's garbage collector may free them at any time."""
