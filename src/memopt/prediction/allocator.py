@@ -51,7 +51,7 @@ def reserved(
             the limit is raised to the bytes that are needed. None: a device with room for every segment.
     """
     allocator = Allocator(expandable=expandable, limit=limit)
-    for each in (_allocated(resident), *repeat(events, steps)):
+    for each in (allocations(resident), *repeat(events, steps)):
         allocator.run(each)
     return allocator.most
 
@@ -86,7 +86,7 @@ def least_limit(resident: Sequence[Storage], events: Sequence[Event], *, expanda
 
 def _most(allocator: Allocator, resident: Iterable[Storage], events: Sequence[Event]) -> tuple[int | None, int]:
     """The bytes that two steps hold, or None if they do not fit; then they fit on no device below the second number."""
-    allocator.run(_allocated(resident))
+    allocator.run(allocations(resident))
     for _ in range(2):
         allocator.run(events, stops=True)
         if allocator.next is not None and allocator.most >= allocator.next:
@@ -94,7 +94,8 @@ def _most(allocator: Allocator, resident: Iterable[Storage], events: Sequence[Ev
     return allocator.most, 0
 
 
-def _allocated(storages: Iterable[Storage]) -> Iterator[Event]:
+def allocations(storages: Iterable[Storage]) -> Iterator[Event]:
+    """An allocation of each of `storages`."""
     return (Event(each, True, "forward") for each in storages)
 
 
@@ -120,6 +121,8 @@ class Allocator:
         """Follow `events`; with `stops`, until the segments exceed `next`. All is in one function, because a step has
         hundreds of thousands of events."""
         blocks, (small, large) = self._blocks, self._pools
+        # A large block is split only if more than 1 MiB of it is left (should_split).
+        least_rest = _ROUND if large.expandable else _SMALL + 1
         for storage, allocated, _ in events:
             size = -(-storage.nbytes // _ROUND) * _ROUND
             if not size:
@@ -136,7 +139,7 @@ class Allocator:
                 key = unused.pop(place)
                 address, whole = key & _ADDRESS, key >> _ADDRESS_BITS
                 del sizes[address]
-                if (rest := whole - size) < pool.least_rest:
+                if (rest := whole - size) < (_ROUND if pool is small else least_rest):
                     del before[address + whole]
                     blocks[storage] = address, whole
                     continue
@@ -159,16 +162,9 @@ class Allocator:
             sizes[address] = before[address + size] = size
             insort(unused, size << _ADDRESS_BITS | address)
 
-    def allocate(self, storage: Storage) -> int:
-        """Allocate a block for `storage`; returns its address."""
-        self.run([Event(storage, True, "forward")])
-        return self._blocks[storage][0] if storage.nbytes else 0
-
-    def free(self, storage: Storage) -> int:
-        """Free the block of `storage`; returns its address."""
-        address = self._blocks[storage][0] if storage.nbytes else 0
-        self.run([Event(storage, False, "forward")])
-        return address
+    def address(self, storage: Storage) -> int:
+        """The address of the block of `storage`."""
+        return self._blocks[storage][0]
 
     def _grow(self, pool: _Pool, size: int) -> None:
         """Make a free block for `size` in a new segment of `pool`, or at the end of its one that grows."""
@@ -211,12 +207,6 @@ class _Pool:
     """Address of a free block -> its size."""
     before: dict[int, int] = field(default_factory=dict)
     """Address behind a free block -> its size."""
-    least_rest: int = field(init=False)
-    """The least bytes of a block that are split off behind a tensor."""
-
-    def __post_init__(self) -> None:
-        # A large block is split only if more than 1 MiB of it is left (should_split).
-        self.least_rest = _ROUND if self.expandable or self.segment == _SMALL_SEGMENT else _SMALL + 1
 
     def grow(self, size: int) -> None:
         """Make a free block of `size` in a new segment, or at the end of the segment that grows."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from memopt.environment.collector import collector_paused
 from memopt.prediction.headline import Largest
 from memopt.prediction.peak import MARGIN, Prediction
 from memopt.trace.events import Event, Storage
@@ -53,7 +52,6 @@ class Scaled:
         constant, linear, square = self._curves
         return (1 + MARGIN) * (self._always + float((constant + times * (linear + times * square)).max()))
 
-    @collector_paused()
     def needs(self, times: float) -> float:
         """An estimate that includes the allocator's unused bytes."""
         found = self._found

@@ -11,7 +11,7 @@ import sys
 from bisect import bisect_left
 from typing import Any
 
-from memopt.prediction.allocator import LARGE_POOL, Allocator
+from memopt.prediction.allocator import LARGE_POOL, Allocator, allocations
 from memopt.prediction.peak import Prediction
 from memopt.trace.events import Storage
 
@@ -34,22 +34,21 @@ class _Device:
         self.trace: list[dict[str, Any]] = []
         self._frames: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         allocator = Allocator(expandable=prediction.setup.expandable_segments)
-        for storage in prediction.resident:
-            allocator.allocate(storage)
-        for event in prediction.events:
-            (allocator.allocate if event.allocated else allocator.free)(event.storage)
+        allocator.run((*allocations(prediction.resident), *prediction.events))
         self._known = dict(allocator.segments())
         for event in prediction.events:
             storage, before = event.storage, allocator.reserved
             if not storage.nbytes:
                 continue
             if event.allocated:
-                address = allocator.allocate(storage)
+                allocator.run([event])
+                address = allocator.address(storage)
                 if allocator.reserved > before:
                     self._grown(allocator)
                 self._record("alloc", address, storage)
             else:
-                address = allocator.free(storage)
+                address = allocator.address(storage)
+                allocator.run([event])
                 self._record("free_requested", address, storage)
                 self._record("free_completed", address, storage)
         blocks = allocator.blocks()

@@ -104,7 +104,6 @@ def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
     return replace(shallow, events=events, operations=operations, gradients=living(events), runs=())
 
 
-@collector_paused()
 def _form(traced: Trace) -> list[Hashable]:
     """A form of a trace to compare with another trace: its events, and the total FLOPs and bytes of its operations.
     Storages of 0 bytes are left out, because Python's garbage collector may free them at any time."""

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import attrgetter
 
 from memopt.prediction.cards import Card
 from memopt.prediction.peak import Prediction
@@ -127,7 +126,7 @@ def _is_gradient(storage: Storage) -> bool:
 def _operations(found: Prediction, names: Sequence[str]) -> list[tuple[tuple[Operation, ...], ...]]:
     """Operations of each block and the head, in forward and backward; the last entry has the other operations."""
     forward, backward = _starts(found.trace.events, names)
-    operations = sorted(found.trace.operations, key=attrgetter("moment"))
+    operations = sorted(found.trace.operations, key=lambda each: each.moment)
     moments = [each.moment for each in operations]
 
     def within(low: int, high: int) -> tuple[Operation, ...]:
