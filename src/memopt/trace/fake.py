@@ -26,6 +26,7 @@ from memopt.torch_compat import (
     unset_fake_temporarily,
 )
 from memopt.trace.emulate import grouped_product, is_grouped
+from memopt.walk.aten.rules import tensors_in
 from memopt.walk.models.build import numbers_in
 
 
@@ -313,7 +314,7 @@ class FakeReads(TracingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if fakes and packet in _INDEXED:
             args = (args[0], [each for index in args[1] for each in _places(index)], *args[2:])

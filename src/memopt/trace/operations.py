@@ -73,12 +73,29 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     count = flop_registry.get(func.overloadpacket)
     if count is not None:
         args = args[:3] if name == "addmm" else args  # the formula would take a fourth, the result's dtype, for a shape
-        return int(count(*_with_all_heads(name, args), **kwargs, out_val=result))
+        return _counted(count, *_with_all_heads(name, args), **kwargs, out_val=result)
     if "grouped_mm" in name and isinstance(args[1], Tensor):
         # Each row of the first operand is multiplied by one matrix of the second; in dW both operands are grouped.
         rows, shared = args[0].shape[-2:]
         return int(2 * rows * shared * args[1].shape[-1])
     return 0
+
+
+#: (formula, its arguments with shapes in place of tensors) -> FLOPs. A formula is slow: it flattens its arguments.
+_known: dict[Any, int] = {}
+
+
+def _counted(count: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    if not hasattr(count, "__wrapped__"):  # it reads the tensors (`get_raw`); others get their shapes alone
+        return int(count(*args, **kwargs))
+    form = (count, *kwargs, _shapes((args, *kwargs.values())))
+    if form not in _known:
+        _known[form] = int(count(*args, **kwargs))
+    return _known[form]
+
+
+def _shapes(value: Any) -> Any:
+    return tuple(map(_shapes, value)) if isinstance(value, list | tuple) else getattr(value, "shape", value)
 
 
 def _with_all_heads(name: str, args: Any) -> Any:
