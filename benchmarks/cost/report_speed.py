@@ -26,10 +26,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import (
     Gemma2Config,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     T5Config,
     ViTConfig,
     WhisperConfig,
@@ -70,6 +74,32 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         ),
         "Gemma2ForCausalLM",
     ),
+    "Qwen3-Next-80B-A3B": (lambda: Qwen3NextConfig(max_position_embeddings=40960), "Qwen3NextForCausalLM"),
+    "Granite-4-h-micro": (
+        lambda: GraniteMoeHybridConfig(
+            vocab_size=100352, hidden_size=2048, intermediate_size=2048, num_hidden_layers=40,
+            num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=40960, num_local_experts=0,
+            shared_intermediate_size=8192, mamba_n_heads=64, mamba_d_state=128, position_embedding_type="nope",
+            layer_types=["attention" if at % 10 == 5 else "mamba" for at in range(40)],
+        ),
+        "GraniteMoeHybridForCausalLM",
+    ),
+    "gpt-oss-20b": (
+        lambda: GptOssConfig(num_hidden_layers=24, num_local_experts=32, max_position_embeddings=40960),
+        "GptOssForCausalLM",
+    ),
+    "Qwen2.5-VL-7B": (
+        lambda: Qwen2_5_VLConfig(
+            text_config={
+                "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+                "num_key_value_heads": 4, "vocab_size": 152064,
+            },
+            vision_config={
+                "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+            },
+        ),
+        "Qwen2_5_VLForConditionalGeneration",
+    ),
     "T5-3B": (
         lambda: T5Config(vocab_size=32128, d_model=1024, d_kv=128, d_ff=16384, num_layers=24, num_heads=32),
         "T5ForConditionalGeneration",
@@ -101,9 +131,14 @@ CARD = "--gpu a100-80gb"
 LORA = "--train lora --batch 1 --seq 4096"
 COMMANDS = (
     Command(f"report {{Qwen3.5-9B}} {LORA}", 24),
-    Command(f"report {{Qwen3.5-9B}} {LORA} {CARD}", 200),
+    Command(f"report {{Qwen3.5-9B}} {LORA} {CARD}", 165),
     Command(f"report {{Llama-3-8B}} {CARD}", 13),
+    Command("report {Llama-3-8B} --train lora --batch 4 --seq 4096 --budget 40GiB", 36),
     Command(f"report {{Llama-3-70B}} {CARD} --sharding fsdp --devices 8", 17),
+    Command("report {Qwen3-Next-80B-A3B} --gpu h100 --train lora --seq 2048 --sharding fsdp --devices 8", 150),
+    Command("report {Granite-4-h-micro} --gpu rtx4090 --train lora --seq 4096", 180),
+    Command("report {gpt-oss-20b} --gpu h100 --train qlora --seq 8192", 43),
+    Command(f"report {{Qwen2.5-VL-7B}} --gpu h100 {LORA} --images 1", 110),
     Command(f"report {{Qwen3-30B-A3B}} {CARD}", 22),
     Command(f"report {{Gemma-2-9B}} {CARD}", 26),
     Command(f"report {{T5-3B}} {CARD}", 39),
