@@ -11,7 +11,6 @@ from functools import cached_property
 
 import torch
 
-from memopt.environment.collector import collector_paused
 from memopt.prediction.allocator import least_limit, reserved
 from memopt.prediction.headline import gib
 from memopt.prediction.optimizers import EIGHT_BITS, follow
@@ -117,7 +116,6 @@ def predict(of: Step, setup: Setup | None = None) -> Prediction:
     return combine(trace(of), setup or Setup())
 
 
-@collector_paused()
 def combine(traced: Trace, setup: Setup) -> Prediction:
     """The prediction for a step that has been traced; one trace serves any `setup`."""
     cuda = traced.training.cuda_kernels

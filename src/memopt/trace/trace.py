@@ -12,7 +12,6 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from memopt.environment.collector import collector_paused
 from memopt.errors import ModelError
 from memopt.torch_compat import storage_id
 from memopt.trace.account import Account, account
@@ -166,7 +165,6 @@ def with_all_blocks(parameters: Sequence[Parameter], run: Run) -> tuple[Paramete
     return tuple(found)
 
 
-@collector_paused()
 def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
     """The events of a recorded forward and backward, and the index of each in ``found.events``."""
     merged = _summed_in_place(found)

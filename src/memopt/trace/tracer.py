@@ -17,7 +17,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal
 
-from memopt.environment.collector import collector_paused
 from memopt.environment.forks import each, processes
 from memopt.errors import ModelError
 from memopt.trace.events import Event, Storage, Trace, living
@@ -94,7 +93,6 @@ def trace_ahead(first: Tracer, training: Training, *others: tuple[Tracer, Traini
             tracer._parts[its, groups] = found
 
 
-@collector_paused()
 def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
     """`shallow` with all left-out blocks put back, or with `groups` groups of each run put back."""
     events, operations = shallow.events, shallow.operations

@@ -61,6 +61,8 @@ class CheckpointTrial:
     """The user's batch; None to make inputs."""
     folded: frozenset[str] = frozenset()
     """Names of the norms that are folded."""
+    draws: bool = field(default=False, init=False)
+    """Whether the last step drew random numbers."""
     _probes: Probes | None = field(default=None, init=False)
 
     @property
@@ -104,7 +106,9 @@ class CheckpointTrial:
         """Loss and gradients of the probe batch, in fp32 and eval mode; each sampled step draws other rows."""
         if self._probes is None:
             self._probes = self.probes(model)
+        before = torch.default_generator.get_state()
         step = _step(model, self._probes, DTYPE)
+        self.draws = not torch.equal(before, torch.default_generator.get_state())
         return step.loss, step.gradients
 
 
