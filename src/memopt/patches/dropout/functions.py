@@ -6,7 +6,6 @@ While such a module runs in train mode, a function mode replaces calls of `torch
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -73,18 +72,13 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor:
     # GPU kernels save a seed themselves. For a mask together with `is_causal`, PyTorch raises its own error.
     as_it_is = query.is_cuda or runs_triton(query) or query.is_meta or (is_causal and attn_mask is not None)
     if not 0 < dropout_p <= 1 or as_it_is or not all(map(may_be_seeded, (query, key, value))):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    return seeded_attention(query, key, value, attn_mask, dropout_p, draw_seed(), **options)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return seeded_attention(query, key, value, attn_mask, dropout_p, draw_seed(), is_causal=is_causal, **options)
 
 
 _SEEDED: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
@@ -118,37 +112,27 @@ def seeded_attention(
     if dtype is not None and query.dtype != torch.float64:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    run = functools.partial(_attended, p=p, seed=seed, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    def run(tensors: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
+        wide = accumulation_dtype(tensors[0].dtype)
+        query, key, value = (tensor.to(wide) for tensor in tensors[:3])
+        with autocast_as(None, query):
+            if enable_gqa:
+                groups = query.size(-3) // key.size(-3)
+                key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+            scores = query @ key.transpose(-2, -1) * scale
+            for mask in tensors[3:]:
+                scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
+            if is_causal:
+                later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+                scores = scores.masked_fill(later, -math.inf)
+            # A query without any key gives zeros, as in PyTorch's attention.
+            empty = (scores == -math.inf).all(-1, keepdim=True)
+            probabilities = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+            generator = torch.Generator(query.device).manual_seed(seed)
+            factors = torch.empty_like(probabilities).bernoulli_(1 - p, generator=generator)
+            if p < 1:
+                factors = factors.div_(1 - p)
+            return (probabilities * factors @ value).to(tensors[0].dtype)
+
     return replayed(run, [query, key, value, *([] if mask is None else [mask])], [])
-
-
-def _attended(
-    tensors: Sequence[Tensor],
-    _: Sequence[Tensor],
-    *,
-    p: float,
-    seed: int,
-    is_causal: bool,
-    scale: float,
-    enable_gqa: bool,
-) -> Tensor:
-    dtype = accumulation_dtype(tensors[0].dtype)
-    query, key, value = (tensor.to(dtype) for tensor in tensors[:3])
-    with autocast_as(None, query):
-        if enable_gqa:
-            groups = query.size(-3) // key.size(-3)
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        scores = query @ key.transpose(-2, -1) * scale
-        for mask in tensors[3:]:
-            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
-        if is_causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(later, -math.inf)
-        # A query without any key gives zeros, as in PyTorch's attention.
-        empty = (scores == -math.inf).all(-1, keepdim=True)
-        probabilities = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-        generator = torch.Generator(query.device).manual_seed(seed)
-        factors = torch.empty_like(probabilities).bernoulli_(1 - p, generator=generator)
-        if p < 1:
-            factors = factors.div_(1 - p)
-        return (probabilities * factors @ value).to(tensors[0].dtype)
