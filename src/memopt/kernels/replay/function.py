@@ -51,7 +51,7 @@ def replayed(run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
         by_rows: whether inputs of one shape give an output of this shape, each row of them its row of the output.
     """
     again = _ByRows(run) if by_rows else run
-    y: Tensor = ReplayFunction.apply(again, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+    y: Tensor = ReplayFunction.apply(again, len(inputs), None, *inputs, *parameters)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -73,9 +73,17 @@ class ReplayFunction(torch.autograd.Function):
     """Saves its inputs; backward runs `run` again and differentiates it."""
 
     @staticmethod
-    def forward(ctx: Any, run: Replay, count: int, *tensors: Tensor) -> Tensor:
-        _save(ctx, run, count, tensors)
-        return _whole(run(tensors[:count], tensors[count:]))
+    def forward(ctx: Any, run: Replay, count: int, made: list[Tensor] | None, *tensors: Tensor) -> Tensor:
+        """`made` holds the value if it is computed already; its spec then gets the tensors that the node saves."""
+        ctx.recomputes_output, ctx.count, ctx.is_by_rows = True, count, isinstance(run, _ByRows)
+        ctx.recomputed = Recomputed(functools.partial(_value, run, count, autocast_dtype(tensors[0])))
+        saved = *tensors[:count], *(parameter.detach().clone() for parameter in tensors[count:])
+        ctx.save_for_backward(*saved)
+        if made is not None:
+            ctx.saved_for_readers = saved
+        value = run(tensors[:count], tensors[count:]) if made is None else made.pop()
+        # Its readers can recompute no view of another tensor, and none that was changed in place.
+        return value if value._base is None and not value._version else value.data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -85,34 +93,12 @@ class ReplayFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[-len(saved) :]
         cut = _cut((*saved[: ctx.count], dy)) if ctx.is_by_rows else None
         if cut is None:
-            return None, None, *gradients_again(lambda tensors: [function(*tensors)], saved, needs, [dy])
-        return None, None, *_gradients_by_pieces(function, saved[: ctx.count], saved[ctx.count :], needs, dy, cut)
+            return None, None, None, *gradients_again(lambda tensors: [function(*tensors)], saved, needs, [dy])
+        return None, None, None, *_gradients_by_pieces(function, saved[: ctx.count], saved[ctx.count :], needs, dy, cut)
 
 
-class ChainFunction(torch.autograd.Function):
-    """As :class:`ReplayFunction`, for a value that is computed already."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Replay, count: int, value: list[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.saved_for_readers = _save(ctx, run, count, tensors)
-        return _whole(value.pop())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ReplayFunction.backward(ctx, dy)
-
-
-def _whole(value: Tensor) -> Tensor:
-    """`value` as a tensor that its readers can recompute: no view of another, and not changed in place."""
-    return value if value._base is None and not value._version else value.data
-
-
-def _save(ctx: Any, run: Replay, count: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    ctx.recomputes_output, ctx.count, ctx.is_by_rows = True, count, isinstance(run, _ByRows)
-    ctx.recomputed = Recomputed(functools.partial(_value, run, count, autocast_dtype(tensors[0])))
-    saved = *tensors[:count], *(parameter.detach().clone() for parameter in tensors[count:])
-    ctx.save_for_backward(*saved)
-    return saved
+class ChainFunction(ReplayFunction):
+    """As :class:`ReplayFunction`, for a value that is computed already: its nodes are of elementwise functions."""
 
 
 def gradients_again(
