@@ -14,19 +14,22 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.environment.files import MAX_JSON_BYTES, check_side_file, parse_json
+from memopt.environment.files import MAX_JSON_BYTES, check_side_file, once, parse_json
 from memopt.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
 
-#: Bits of one element of every dtype of the format.
-DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
-    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
-    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+#: Every dtype of the format -> bits of one element, and its name in torch; empty if torch has none.
+_DTYPES = {
+    "BOOL": (8, "bool"), "U8": (8, "uint8"), "I8": (8, "int8"), "U16": (16, "uint16"), "I16": (16, "int16"),
+    "U32": (32, "uint32"), "I32": (32, "int32"), "U64": (64, "uint64"), "I64": (64, "int64"), "F64": (64, "float64"),
+    "F32": (32, "float32"), "F16": (16, "float16"), "BF16": (16, "bfloat16"), "C64": (64, "complex64"),
+    "F8_E5M2": (8, "float8_e5m2"), "F8_E4M3": (8, "float8_e4m3fn"), "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"), "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F6_E2M3": (6, ""), "F6_E3M2": (6, ""), "F4": (4, ""),
 }  # fmt: skip
+DTYPE_BITS = {dtype: bits for dtype, (bits, _) in _DTYPES.items()}
 #: Dtypes that hold a weight's value itself. Narrower ones are codes with a scale in another tensor.
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 #: The most tensors of a checkpoint, all files together; a model with 384 experts in each of 60 layers has 70,000.
@@ -123,27 +126,15 @@ def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype for a safetensors dtype; a ModelError if torch has none (the sub-byte formats)."""
     import torch
 
-    names = {
-        "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-        "U64": "uint64", "I64": "int64", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-        "C64": "complex64", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
-        "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    }  # fmt: skip
-    found = getattr(torch, names.get(name, ""), None)
+    found = getattr(torch, _DTYPES.get(name, (0, ""))[1], None)
     if not isinstance(found, torch.dtype):
         raise ModelError(f"torch has no dtype for the safetensors dtype {name}.")
     return found
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name occurs twice")
-        return found
-
     try:
-        entries = parse_json(text, unique)
+        entries = parse_json(text, once)
     except ValueError as error:
         raise _broken(path, f"its header is not valid JSON ({error})") from None
     if not isinstance(entries, dict):
