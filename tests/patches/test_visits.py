@@ -277,7 +277,7 @@ def test_a_call_inside_of_a_call_has_masks_of_its_own() -> None:
 
     def look(module: Model) -> None:
         call = visits_of(module)[0].call(0, given()["x"])
-        seen.append(None if call is None else int(call._rows.real.sum()))
+        seen.append(None if call is None else int(call.real.sum()))
 
     def inside() -> None:
         look(inner)
@@ -299,7 +299,7 @@ def test_threads_do_not_see_each_others_masks() -> None:
     def look() -> None:
         barrier.wait(10)
         call = visits.call(0, given()["x"])
-        seen[threading.current_thread().name] = int(call._rows.real.sum()) if call is not None else None
+        seen[threading.current_thread().name] = int(call.real.sum()) if call is not None else None
 
     patched.before = look
     threads = [

@@ -27,6 +27,7 @@ from memopt.patches.sampled_linear.padding import PaddingWatch
 from memopt.patches.swap import states_in, steps_aside, swap_forward, wraps_any_forward
 from memopt.torch_compat import FakeTensor
 
+_Rows = tuple[Tensor | None, Step | None, Tensor | None]
 #: The batch key for the numbers of its samples in the data set.
 INDEX = "memopt_index"
 
@@ -50,7 +51,7 @@ class Visits:
         """The call of linear number `linear` with the input `x`; None if nothing is noted for its rows."""
         visit = self._current()
         rows = None if visit is None else visit.rows(x)
-        return None if rows is None else LinearCall(self, linear, rows)
+        return None if rows is None else LinearCall(self, linear, *rows)
 
     @property
     def is_open(self) -> bool:
@@ -98,10 +99,10 @@ class Visit:
     def __init__(self, visits: Visits, masks: tuple[Tensor, ...], step: Step | None, outer: Visit | None) -> None:
         self.visits, self.outer = visits, outer
         self._masks, self._step = masks, step
-        self._rows: dict[tuple[torch.Size, torch.device], Rows | None] = {}
+        self._rows: dict[tuple[torch.Size, torch.device], _Rows | None] = {}
 
-    def rows(self, x: Tensor) -> Rows | None:
-        """Padding and samples of the rows of a linear's input; None if both are unknown."""
+    def rows(self, x: Tensor) -> _Rows | None:
+        """Padding and samples of the rows of a linear's input, as in :class:`LinearCall`; None if both are unknown."""
         shape, device = key = x.shape[:-1], x.device
         if key in self._rows:
             return self._rows[key]
@@ -113,44 +114,38 @@ class Visit:
         grid = tuple(masks[0].shape) if masks else (shape[0], shape[1:].numel()) if shape else (0, 0)
         step = self._step if self._step is not None and grid[0] == len(self._step.rows) else None
         places = None if step is None else step.places(grid[0], grid[1], real, device)
-        self._rows[key] = None if real is None and step is None else Rows(real, step, places)
+        self._rows[key] = None if real is None and step is None else (real, step, places)
         return self._rows[key]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Padding and samples of the rows of a linear's input."""
-
-    real: Tensor | None
-    """bool (n,): false for padding; None if no mask fits."""
-    step: Step | None
-    places: Tensor | None
-    """Places of the rows in the memory of gradients; None without `step`."""
-
-
+@dataclass(eq=False)
 class LinearCall:
     """One call of one linear: the expected norms of its output's gradient, and the receiver of the actual norms."""
 
-    def __init__(self, visits: Visits, linear: int, rows: Rows) -> None:
-        self._visits, self._linear, self._rows = visits, linear, rows
-        self._left_out = False
+    visits: Visits
+    linear: int
+    real: Tensor | None
+    """bool (n,): false for the rows of its input that are padding; None if no mask fits."""
+    step: Step | None
+    places: Tensor | None
+    """Places of the rows in the memory of gradients; None without `step`."""
+    left_out: bool = False
 
     def importance(self) -> Tensor | None:
         """As in `memopt.patches.sampled_linear.slot.Importance`."""
-        step, places, real = self._rows.step, self._rows.places, self._rows.real
-        norms = step.recall(self._linear, places) if step is not None and places is not None else None
-        if real is None or not self._visits.padding.leaves_out(self._linear):
+        step, places = self.step, self.places
+        norms = step.recall(self.linear, places) if step is not None and places is not None else None
+        if self.real is None or not self.visits.padding.leaves_out(self.linear):
             return norms
-        self._left_out = True
-        return real.float() if norms is None else norms * real
+        self.left_out = True
+        return self.real.float() if norms is None else norms * self.real
 
     def report(self, norms: Tensor) -> None:
         """Record the norms of the rows of the output's gradient, (n,)."""
-        step, places, real = self._rows.step, self._rows.places, self._rows.real
-        if real is not None:
-            self._visits.padding.note(self._linear, norms, real, self._left_out)
-        if step is not None and places is not None:
-            step.record(self._linear, places, norms)
+        if self.real is not None:
+            self.visits.padding.note(self.linear, norms, self.real, self.left_out)
+        if self.step is not None and self.places is not None:
+            self.step.record(self.linear, self.places, norms)
 
 
 _visit: ContextVar[Visit | None] = ContextVar("memopt_visit", default=None)
@@ -226,7 +221,7 @@ def _forward(stock: Callable[..., Any], rewrite: VisitRewrite, module: nn.Module
     index = kwargs.pop(INDEX, None)
     if steps_aside() or (rewrite.is_inner and rewrite.visits.is_open):
         return stock(module, *args, **kwargs)
-    if not (isinstance(index, Tensor) and _has_values(index)):
+    if not isinstance(index, Tensor) or index.is_meta or isinstance(index, FakeTensor):
         index = None
     rewrite.visits.belong_to(module)
     with rewrite.visits.visit(_masks(stock, args, kwargs), index):
@@ -243,10 +238,6 @@ def _masks(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         if name.endswith("attention_mask") and isinstance(value, Tensor) and value.dim() == 2
         if not (value.is_floating_point() or value.is_complex())
     ]
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 @functools.lru_cache(maxsize=256)
