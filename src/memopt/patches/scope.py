@@ -90,7 +90,7 @@ class ScopeHistory(Notes):
         self._linears, self._children, self._names = [], [], []
         for around in module.modules():
             for name, child in around._modules.items():
-                if child is not None and _is_around_linear(child):
+                if child is not None and any(isinstance(each, nn.Linear) for each in (child, *child._modules.values())):
                     self._linears.append(child)
                     self._children.append(around._modules)
                     self._names.append(name)
@@ -106,11 +106,6 @@ class ScopeHistory(Notes):
         """Whether a module inside has a forward hook or forward pre-hook, which may replace tensors."""
         # If PyTorch's private names of the tables are missing, `module_hooks` returns tables that are never empty.
         return any(self._pre_hooks)
-
-
-def _is_around_linear(module: nn.Module) -> bool:
-    """Whether `module` is a linear, or has one as a child."""
-    return isinstance(module, nn.Linear) or any(isinstance(child, nn.Linear) for child in module._modules.values())
 
 
 @dataclass(frozen=True)

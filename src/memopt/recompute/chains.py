@@ -120,7 +120,9 @@ class Chains:
         """``function(*args, **kwargs)``, where `function` is one of `FOLLOWED`."""
         with no_torch_function():
             given = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
-            call, form = self._call(function, args, kwargs, given), _form(function, args, kwargs)
+            call = self._call(function, args, kwargs, given)
+            # All that decides which tensors a call saves.
+            form = function, any_autocast_enabled(), *map(_kind, _leaves((args, tuple(kwargs.items()))))
         if call is not None and form not in _measured:
             _measured[form] = _measure(function, args, kwargs, given)
         if call is None or (saves := _measured[form]) is None:
@@ -249,11 +251,6 @@ def _measure(function: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> 
         others = sum(each.nbytes for key, each in kept.items() if key not in own)
         return [i for i, key in enumerate(own) if key in kept], others / max(1, *(each.nbytes for each in given))
     return None
-
-
-def _form(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A key that decides which tensors a call saves."""
-    return function, any_autocast_enabled(), *map(_kind, _leaves((args, tuple(kwargs.items()))))
 
 
 def _kind(each: Any) -> Any:

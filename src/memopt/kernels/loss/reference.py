@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import accumulation_dtype, autocast_as
 from memopt.kernels.base.device import skips_pieces
-from memopt.kernels.base.pieces import pieces
+from memopt.kernels.base.pieces import slices
 
 #: Most logits with a wide copy at a time (but at least one row).
 _PIECE = 2**20
@@ -94,8 +94,7 @@ def block_gradient(
 def _pieces(logits: Tensor) -> Iterator[slice]:
     if skips_pieces(logits):
         return iter(())  # no values; as with Triton kernels, nothing is allocated
-    step = max(1, _PIECE // max(1, logits.size(1)))
-    return pieces((slice(start, start + step) for start in range(0, len(logits), step)), logits)
+    return slices(logits, max(1, _PIECE // max(1, logits.size(1))))
 
 
 def losses_of(y: Tensor, target: Tensor, arguments: LossArguments) -> Tensor:
