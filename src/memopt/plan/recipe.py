@@ -111,16 +111,12 @@ def _rules_of_patches() -> list[tuple[str, type[Rules]]]:
 
 def _add_rules() -> None:
     """Give `Recipe` a field for each patch that has rules."""
-    own = {name: field for name, field in Recipe.model_fields.items() if not _is_rules(field.annotation)}
+    own = {name: field for name, field in Recipe.model_fields.items() if not isinstance(field.default, Rules)}
     added = {key: FieldInfo(annotation=rules, default=rules()) for key, rules in _rules_of_patches()}
     name, description, *others = own.items()
     Recipe.model_fields.clear()
     Recipe.model_fields.update([name, description, *added.items(), *others])
     Recipe.model_rebuild(force=True)
-
-
-def _is_rules(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Rules)
 
 
 watch(_add_rules)

@@ -23,18 +23,15 @@ def preserved(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, before, tensors in zip(modules, settings, buffers, strict=True):
-            vars(module).update({name: value for name, value in before.items() if _was_set(module, name, value)})
+            now = vars(module)
+            # An attribute that was None is restored only if it is a tensor now (a cache).
+            now.update({k: v for k, v in before.items() if v is not None or isinstance(now.get(k), torch.Tensor)})
             _restore_buffers(module, tensors)
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     kinds = (str, bool, int, float, tuple, torch.Tensor, type(None))
     return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
-
-
-def _was_set(module: nn.Module, name: str, before: Any) -> bool:
-    """Whether to restore an attribute; an attribute that was None is restored only if it is a tensor now (a cache)."""
-    return before is not None or isinstance(vars(module).get(name), torch.Tensor)
 
 
 def _copy_buffers(module: nn.Module) -> dict[str, tuple[Any, Any]]:

@@ -50,7 +50,8 @@ class Widths:
 
 def decide_widths(node: PreTrainedConfig, links: dict[int, int], *, keep_head_dim: bool) -> Widths:
     """New widths of `node`; widths that other configs must follow are added to `links`."""
-    hidden, heads = _hidden_size(node), _attention_heads(node)
+    hidden = next(filter(None, (integer_field(node, name) for name in _HIDDEN)), None)
+    heads = _attention_heads(node)
     if hidden is None:
         return Widths(links)
     if pyramid := _head_pyramid(node):
@@ -76,10 +77,6 @@ def decide_widths(node: PreTrainedConfig, links: dict[int, int], *, keep_head_di
         new_hidden = max(MAX_HEAD_DIM, _even(Fraction(hidden * new_heads * new_size, heads * size), multiple=8))
     new_hidden = links.setdefault(hidden, min(hidden, new_hidden))
     return Widths(links, Fraction(new_hidden, hidden), (heads, new_heads), (size, new_size))
-
-
-def _hidden_size(node: PreTrainedConfig) -> int | None:
-    return next((value for value in (integer_field(node, name) for name in _HIDDEN) if value), None)
 
 
 def _attention_heads(node: PreTrainedConfig) -> int | None:
