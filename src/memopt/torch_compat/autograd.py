@@ -55,11 +55,16 @@ def without_foreign_hooks() -> AbstractContextManager[object]:
     """Keeps saved tensors from foreign hooks (checkpointing, offloading); there are none where hooks are disabled."""
     if _ANSWERS and saved_tensors_hooks_disabled() is not None:
         return nullcontext()
-    return saved_tensors_hooks(_itself, _itself)
+    return saved_tensors_hooks(_without_its_graph, _itself)
 
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _without_its_graph(tensor: Tensor) -> Tensor:
+    # A node that saved its own output (sigmoid, softmax) with its graph would keep itself alive until backward runs it.
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 # -- graph nodes ----------------------------------------------------------------------------------------------------
