@@ -162,20 +162,11 @@ def _slope(z: Tensor, code: DerivativeCode) -> Tensor:
 def _apply(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
     elements, code_bytes = dh.numel(), code.code_bytes(dh.numel())
     precision = accumulation_dtype(dh.dtype)
+    levels = torch.tensor(code.levels, dtype=precision, device=dh.device)
     codes = _unpack(packed[:code_bytes], code.bits)[:elements]
     flagged = packed[code_bytes:].bool().repeat_interleave(FLAG_GROUP)[:elements]
-    slope = _levels(codes, code, precision).masked_fill_(flagged, math.nan)
+    slope = levels[codes.int()].masked_fill(flagged, math.nan)
     return (dh.to(precision) * slope).to(dh.dtype)
-
-
-def _levels(codes: Tensor, code: DerivativeCode, precision: torch.dtype) -> Tensor:
-    """The level of each code. A table of the levels would have to be copied to the device, which waits for it."""
-    if not code.thresholds:  # even levels, exact in fp32
-        return codes.to(precision) * code.step + code.levels[0]
-    found = torch.full_like(codes, code.levels[0], dtype=precision)
-    for number, level in enumerate(code.levels[1:], 1):
-        found.masked_fill_(codes == number, level)
-    return found
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
