@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import memopt
+from memopt.plan.recipe import load_recipe
+from memopt.trace.timeline import Timeline
 from tests.factories import MORE_NAMES, NAMES, tiny_inputs, tiny_model
 from tests.patches.test_chains import CASES, model_of
 
@@ -72,3 +74,22 @@ def test_a_step_leaves_nothing(name: str, recipe: str) -> None:
     model = tiny_model(name)
     memopt.patch(model, recipe)
     assert not leaks(model, name)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize(("name", "recipe"), [("mixtral", "long-context"), ("llama", "long-context"), ("bert", "int8")])
+def test_a_step_keeps_no_memory_that_python_does_not_see(name: str, recipe: str, skipped: bool) -> None:
+    """A node that holds its own output keeps itself alive, and no object of Python. A skipped step has no backward."""
+    settings = ["tiles.tokens=5"] if recipe == "long-context" else []
+    model, inputs = memopt.patch(tiny_model(name), load_recipe(recipe, settings)), tiny_inputs(name, 2, 12)
+    left = []
+    with (timeline := Timeline(model)):
+        for _ in range(3):
+            loss = model(**inputs).loss
+            if not skipped:
+                loss.backward()
+            del loss
+            model.zero_grad()
+            gc.collect()
+            left.append(sum(storage.nbytes() for storage, _ in timeline.alive()))
+    assert left[2] == left[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import transformers
@@ -90,11 +90,20 @@ def test_another_quantisation_is_said_not_to_be_counted(
     assert step_of(Request(folder, train=train)).notes == (said,)
 
 
-@pytest.mark.parametrize(("train", "asked"), [("lora", True), ("qlora", False)])
-def test_peft_asks_no_gradient_of_the_embeddings_of_a_model_in_4_bits(train: Train, asked: bool) -> None:
+@pytest.mark.parametrize(
+    ("train", "checkpointing", "recipe", "asked"),
+    [
+        ("lora", "full", "exact-unfolded", True),
+        ("lora", "none", "exact-levels", False),  # its blocks do not show the model's own switch
+        ("qlora", "none", "exact-levels", False),
+    ],
+)
+def test_peft_asks_a_gradient_of_the_embeddings_under_the_models_own_checkpointing(
+    train: Train, checkpointing: Literal["none", "full"], recipe: str, asked: bool
+) -> None:
     config = named_config("bert")
-    levels = load_recipe("exact-levels")  # it checkpoints blocks
-    model = build_trained(Step(config, Training(train=train), sites_of(config), levels)).model
+    training = Training(train=train, checkpointing=checkpointing)
+    model = build_trained(Step(config, training, sites_of(config), load_recipe(recipe))).model
     assert bool(model.get_input_embeddings()._forward_hooks) is asked
 
 

@@ -182,8 +182,6 @@ def build_trained(
         how = quantisation_of(config) or Quantisation()
         notes.append(f"4-bit weights: {how}.")
         quantised(model, how, autocast or weights, cuda=training.cuda_kernels)
-        # Without this flag PEFT makes the embeddings' output require a gradient; for 4-bit models its preparation does.
-        model.is_loaded_in_4bit = True  # type: ignore[assignment]
     if training.attention is not None:
         _switch(model, training.attention)
     patched = [] if of.recipe is None else _patch(model, of.sites, of.recipe, of.folded)

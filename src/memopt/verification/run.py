@@ -166,12 +166,13 @@ def _run(
         from memopt.verification.gradient import stock_runs
 
         status: Status
-        why, status = "stock modules do not run here either", "skip"
+        lacks = isinstance(error, NotImplementedError)
+        why, status = "this machine cannot run the model" if lacks else "stock modules do not run either", "skip"
         if stock_runs(trial):
-            if not isinstance(error, NotImplementedError):
+            if not lacks:
                 raise
             why, status = "stock modules run on this machine, patched ones end in", "fail"
-        detail = f"{why}: {type(error).__name__}: {error}"
+        detail = f"{why}: {error or type(error).__name__}"
         return [Check(f"{level}.machine", level, str(folder), status, detail=detail)]
 
 
