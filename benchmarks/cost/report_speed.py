@@ -6,7 +6,7 @@
 
 Each command runs in a fresh process, on a config of the published shapes in a folder of its own. There are no weights.
 
-What is counted are user and system seconds of the process and of what it forked, so that other work on the machine
+User and system seconds are counted, of the process and of what it forked, so that other work on the machine
 counts little. Limits leave room for a slower machine than the one that they were measured on, times about 1.5.
 """
 

@@ -1,4 +1,4 @@
-"""What a checkpointed block decides by its values (routing of experts), it decides alike when it runs again."""
+"""A checkpointed block decides alike when it runs again, where its values decide (routing of experts)."""
 
 from __future__ import annotations
 

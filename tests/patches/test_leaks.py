@@ -35,7 +35,7 @@ def objects() -> Counter[str]:
 
 
 def leaks(model: nn.Module, name: str) -> Counter[str]:
-    """What a third step leaves behind."""
+    """The objects that a third step leaves behind."""
     inputs = tiny_inputs(name, 2, 12)
     found = []
     for _ in range(3):

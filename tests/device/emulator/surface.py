@@ -1,4 +1,4 @@
-"""What `torch.cuda` answers on the emulated device: an H100 in two, with nothing to wait for."""
+"""The answers of `torch.cuda` on the emulated device: an H100 in two, with nothing to wait for."""
 
 from __future__ import annotations
 
