@@ -22,6 +22,7 @@ from memopt.patches.checks import Check
 from memopt.pipeline import patch_checkpoint
 from memopt.reporting.terminal import checks_summary
 from memopt.reporting.text import as_text
+from memopt.verification import gradient
 from memopt.verification.run import verify
 from tests.factories import tiny_model
 from tests.mutation.acting import backward_replaced
@@ -355,3 +356,17 @@ def test_a_model_that_draws_a_mask_in_its_forward_passes(tmp_path):
     patch_checkpoint(tmp_path / "model", tmp_path / "patched", recipe="exact")
     verdict = verify(tmp_path / "patched", level=["forward", "gradient"])
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
+
+
+@pytest.mark.parametrize("runs", [True, None])
+def test_an_error_of_patched_modules_is_not_taken_for_one_of_stock_modules(folders, monkeypatch, runs):
+    """None: whether stock modules run is not known, since they do not fit into memory."""
+
+    def wrong(*arguments, **keywords):
+        raise RuntimeError("a fault of the patch")
+
+    monkeypatch.setattr(norm_steps, "norm_backward", wrong)
+    if runs is None:
+        monkeypatch.setattr(gradient, "stock_runs", lambda trial: None)
+    with pytest.raises(RuntimeError, match="a fault of the patch"):
+        verify(folders / "llama-patched", level="gradient")

@@ -91,9 +91,9 @@ def ratios(
     return checks
 
 
-def stock_runs(trial: CheckpointTrial) -> bool:
+def stock_runs(trial: CheckpointTrial) -> bool | None:
     """Whether a stock training step runs here in eval mode, in the stored dtype and the reference's, with the recipe's
-    attention. False if the model does not fit into memory at these precisions: nothing is known then."""
+    attention. None if the model does not fit into memory at these precisions: nothing is known then."""
     settings = [patch.engine_settings(trial.recipe, ()) for patch in having(EngineSettings)]
     attention = next((each["attn_implementation"] for each in settings if "attn_implementation" in each), None)
 
@@ -113,7 +113,7 @@ def stock_runs(trial: CheckpointTrial) -> bool:
             load_run_free(functools.partial(trial.stock, reference.dtype), lambda model: step(model, reference.dtype))
     except Exception:  # an operation that this machine lacks, or a refusal of the model's own code
         return False
-    return reference is not None
+    return None if reference is None else True
 
 
 def _rounded_at_random(stock: StoredRun[Step], runs: int, model: nn.Module) -> list[Step]:

@@ -168,9 +168,10 @@ def _run(
         status: Status
         lacks = isinstance(error, NotImplementedError)
         why, status = "this machine cannot run the model" if lacks else "stock modules do not run either", "skip"
-        if stock_runs(trial):
-            if not lacks:
-                raise
+        stock_does = stock_runs(trial)
+        if stock_does is not False and not lacks:  # an error of patched modules, or it may be one
+            raise
+        if stock_does:
             why, status = "stock modules run on this machine, patched ones end in", "fail"
         detail = f"{why}: {error or type(error).__name__}"
         return [Check(f"{level}.machine", level, str(folder), status, detail=detail)]
