@@ -18,6 +18,7 @@ from memopt.kernels.norm.function import ms_norm
 from memopt.kernels.norm.reference import NormSpec
 from memopt.saved import RecomputeScope
 from memopt.saved.handles import Handle
+from memopt.torch_compat import FakeTensorMode
 from memopt.trace.account import live_bytes
 from tests.saved.builders import WritesIntoWhatItKept
 
@@ -288,6 +289,30 @@ def test_what_did_not_give_the_tensor_is_not_tried_again() -> None:
             model()
         assert proofs
         assert not any(proofs.values())
+
+
+@pytest.mark.parametrize("is_fake", [False, True])
+@pytest.mark.parametrize(
+    ("cast", "dtype", "is_exact"),
+    [("after", torch.float32, True), ("before", torch.bfloat16, True), ("after", torch.bfloat16, False)],
+)
+def test_a_norm_that_rounds_after_its_weight_is_not_recomputed_for_rotations_in_16_bits(
+    cast: Any, dtype: torch.dtype, is_exact: bool, is_fake: bool
+) -> None:
+    """Its x_hat, rounded, gives other bits back; not before the weights are trained, if all are 1."""
+    spec, proofs = NormSpec("rms", 1e-6, cast=cast), {}
+    with FakeTensorMode() if is_fake else nullcontext():
+        model = Attention(
+            lambda x: x * 0.7 + _half(x) * 0.3, dtype, lambda x, *given: ms_norm(x, *given[:2], spec, dtype)
+        )
+        for scale in (1, 1.3):
+            with torch.no_grad():
+                model.q_weight.fill_(scale), model.k_weight.fill_(scale)
+            with RecomputeScope(proofs=proofs):
+                loss = model()
+            assert set(proofs.values()) == {is_exact}
+            ours, stock = torch.autograd.grad(loss, list(model.parameters())), _gradients(model, scoped=False)
+            assert is_fake or all(map(torch.equal, ours, stock))
 
 
 def test_views_of_one_rotated_tensor_are_computed_once_together() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.recompute.rules import ELEMENTWISE, NORMALISED, PRODUCT, RULES, Node, Rule, recomputable
+from memopt.recompute.rules import ELEMENTWISE, NORMALISED, PRODUCT, RULES, Node, Rule, recomputable, saves_output
 from memopt.torch_compat import BATCH_NORMS, SAVED_FIELDS, held, saved, shows_saved
 from memopt.torch_compat.activations import OPERATIONS, Operation
 
@@ -73,8 +73,11 @@ def at_hand(packed: Any) -> Tensor | None:
 
 
 def rounds_anew(node: Node) -> bool:
-    """Whether a recomputed output of `node` differs from the output by rounding: of a batch norm in train mode."""
-    return node.name() in BATCH_NORMS and bool(saved(node, "training"))
+    """Whether a recomputed output of `node` differs from the output by rounding: of a batch norm in train mode, or of
+    a norm that keeps x_hat in fewer bits than those that it scaled."""
+    if node.name() in BATCH_NORMS:
+        return bool(saved(node, "training"))
+    return not saves_output(node) and getattr(node, "rounds_anew", False)
 
 
 def _batch_normalised(node: Node) -> Tensor:

@@ -93,11 +93,13 @@ class Handle:
         return self._shared is not None and self._shared.readers > 0
 
     def gives(self, base: Tensor) -> bool:
-        """Whether the recomputed tensor equals `base` bit by bit; this synchronises with the device. Of fake and meta
-        tensors, which have no values: unless a recomputed first step rounds anew. False while a CUDA graph is captured.
-        """
+        """Whether the recomputed tensor equals `base` bit by bit; this synchronises with the device. False where the
+        node's output rounds anew, which weights of 1 would hide. Of fake and meta tensors, which have no values, True.
+        False while a CUDA graph is captured."""
+        if rounds_anew(self._expression.node):
+            return False
         if isinstance(base, FakeTensor) or base.device.type == "meta":
-            return not rounds_anew(self._expression.node)
+            return True
         if base.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
         try:

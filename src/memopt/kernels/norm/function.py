@@ -128,7 +128,7 @@ class NormFunction(DirectFunction):
         """Appends x_hat, the copies of the affine (two items) and the node's `Recomputed` to `saved`."""
         ctx.arguments, ctx.recomputed = arguments, Recomputed()
         ctx.recomputes_output = weight is not None or bias is not None or arguments.casts
-        ctx.saves_output = not ctx.recomputes_output
+        ctx.saves_output, ctx.rounds_anew = not ctx.recomputes_output, arguments.rounds_anew
         scale, shift = _room(weight, bias), None
         y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual, scale)
         if weight is None:

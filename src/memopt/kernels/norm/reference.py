@@ -58,8 +58,13 @@ class NormArguments:
     casts: bool = field(init=False)
     """Whether the output is another tensor than x_hat even without weight and bias."""
 
+    rounds_anew: bool = field(init=False)
+    """Whether the output, recomputed from x_hat in `kept_dtype`, may differ from the forward's by rounding."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "casts", self.dtype is not self.kept_dtype)
+        scaled = self.x_dtype if self.spec.cast == "before" else accumulation_dtype(self.x_dtype)
+        object.__setattr__(self, "rounds_anew", torch.promote_types(self.kept_dtype, scaled) != self.kept_dtype)
 
 
 def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
