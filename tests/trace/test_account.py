@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import load_recipe
+from memopt.saved import RecomputeScope
 from memopt.saved.observer import SavedTensorObserver
 from memopt.trace.account import account, live_bytes
 from memopt.walk.observe import walk_model
@@ -247,3 +248,25 @@ def test_codes_count_where_their_tensor_was_saved_and_computed() -> None:
         f"{mlp}.gate_proj",
         f"{mlp}.up_proj",
     }
+
+
+def test_a_copied_view_counts_where_its_tensor_was_computed() -> None:
+    """Not where it was copied: while a later module runs, since the storage behind it was in use until then."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys_and_values, self.later = nn.Linear(8, 16), Square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.keys_and_values(x)[:, 8:].sin()
+            return self.later(y * 2)
+
+    def run() -> Tensor:
+        with RecomputeScope():
+            result: Tensor = model(x)
+        return result
+
+    model, x = Fused(), leaf(4, 8)
+    (copied,) = (each for each in account(model, run).storages if ("", "sin") in each.savers)
+    assert (copied.module, copied.shape, copied.cause) == ("keys_and_values", (4, 8), "other")

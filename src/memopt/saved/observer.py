@@ -87,10 +87,10 @@ class SavedTensorObserver:
 
     def saves(self) -> Iterator[tuple[Tensor, Save]]:
         """The tensors that autograd still holds, in the order of their saves."""
-        for reference, save in self._saves:
+        for reference in self._saves:
             slot = reference()
             if slot is not None:
-                yield slot.tensor, save
+                yield slot.tensor, slot.save
 
     @staticmethod
     def unpack(slot: ObservedTensor) -> Tensor:
@@ -120,31 +120,33 @@ SavedTensorObserver.unpack.memopt_observer = True  # type: ignore[attr-defined]
 class ObservedTensor:
     """The object that autograd holds in the place of a tensor, for as long as it would hold the tensor."""
 
-    __slots__ = ("__weakref__", "_save", "_saves", "tensor")
+    __slots__ = ("__weakref__", "_saves", "save", "tensor")
 
     def __init__(self, tensor: Tensor, save: Save, saves: Saves) -> None:
-        self.tensor, self._save, self._saves = tensor, save, saves
-        saves.append((weakref.ref(self), save))
+        self.tensor, self.save, self._saves = tensor, save, saves
+        saves.append(weakref.ref(self))
 
     def keep(self, tensor: Tensor) -> None:
         """Hold a copy instead (`memopt.saved.pinned`)."""
-        self.tensor = tensor
+        self.tensor, self.save = tensor, self._replaced()
 
     def instead(self, tensor: Tensor) -> ObservedTensor:
         """A holder of `tensor`, which replaces this tensor: the operation that saved this one counts as its saver."""
-        save = replace(self._save, instead_of=storage_id(self.tensor.untyped_storage()))
-        return ObservedTensor(tensor, save, self._saves)
+        return ObservedTensor(tensor, self._replaced(), self._saves)
 
     def beside(self, tensor: Tensor) -> ObservedTensor:
         """A holder of `tensor`, which is kept beside this tensor for the same operation."""
-        return ObservedTensor(tensor, self._save, self._saves)
+        return ObservedTensor(tensor, self.save, self._saves)
+
+    def _replaced(self) -> Save:
+        return replace(self.save, instead_of=storage_id(self.tensor.untyped_storage()))
 
     def unpack(self) -> Tensor:
         return self.tensor
 
 
 #: All tensors that were saved, in the order of their saves; a reference is dead once autograd has freed its tensor.
-Saves = list[tuple[weakref.ref[ObservedTensor], Save]]
+Saves = list[weakref.ref[ObservedTensor]]
 
 
 _observers = 0

@@ -92,8 +92,8 @@ class SavedStorage:
     cause: str
     """One of `memopt.trace.causes.CAUSES`."""
     module: str = ""
-    """The innermost module that was running when it was allocated; for codes, when the replaced tensor was
-    allocated."""
+    """The innermost module that was running when it was allocated; for codes and copies of views, when the replaced
+    tensor was allocated."""
 
     @property
     def savers_modules(self) -> frozenset[str]:
@@ -232,6 +232,7 @@ def _described(
     savers = tuple(dict.fromkeys((save.module, save.operation) for save in saves))
     first = saves[0]
     original = tracker.birth(first.instead_of)
+    is_same = original is None or (birth.copy_of is original and birth.dtype == original.dtype)
     block, entered = running.of(first), bisect_right(list(running.called), first.modules_entered)
     part: Part
     if len({running.of(save) for save in saves} - {""}) > 1:
@@ -249,7 +250,7 @@ def _described(
         part=part,
         block=block,
         savers=savers,
-        cause="codes" if original is not None else causes.of(birth, savers, differentiable=first.differentiable),
+        cause=causes.of(birth, savers, differentiable=first.differentiable) if is_same else "codes",
         module=(original or birth).module,
     )
 

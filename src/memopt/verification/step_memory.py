@@ -95,7 +95,7 @@ def _checks(pair: Pair, approximates: Collection[str]) -> Iterator[Check]:
             subject = _culprit(pair, batch, name, allowed)
             if name == "peak":
                 before, its = (each.transient.get(subject, _Transient()) for each in (stock, patched))
-                more = max(its.largest, before.saved - its.saved)
+                more = max(its.largest, before.largest, before.saved - its.saved)
         yield limited(
             id, subject, float(max(found - allowed - more, 0)), 0.0, metric, reason, _STOCK, found,
             f"stock {allowed} bytes, patched {found}",
