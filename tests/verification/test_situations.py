@@ -113,6 +113,18 @@ def test_a_loss_that_is_detached_in_part_passes_as_stock_does(tmp_path, monkeypa
     assert slope.value > 1e-3
 
 
+def test_a_situation_in_which_the_loss_of_stock_modules_is_not_finite_is_not_compared(patched, monkeypatch):
+    def loss(output):
+        return loss_of(output) * (float("nan") if output.logits.dtype == torch.bfloat16 else 1)
+
+    monkeypatch.setattr(training, "loss_of", loss)
+    checks = {check.id: check for check in verify(patched, level="training").checks}
+    exact = [each for each in SITUATIONS if each.precision == "exact"]
+    assert checks["training.situations"].value == len(exact) > 0
+    assert "the loss of stock modules is not finite" in checks["training.situations"].detail
+    assert {check.status for check in checks.values()} == {"pass"}
+
+
 def test_dropouts_are_off_inside_and_as_before_outside():
     model = nn.Sequential(nn.Dropout(0.3), nn.Linear(2, 2))
     model[1].attention_dropout, model[1].factor = 0.5, 0.25

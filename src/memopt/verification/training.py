@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import pickle
 import random
 import warnings
@@ -86,6 +87,8 @@ def _checks(pair: Pair, situation: Situation) -> Iterator[Check]:
         try:
             truth = run(pair.stock, pair.wide)
             stock = truth if exact else run(pair.stock, dtype)
+            if not math.isfinite(stock.step.loss):  # Deformable DETR's logarithms in bf16
+                raise FloatingPointError("the loss of stock modules is not finite")
             break
         except Exception as error:  # packed images have no rows that could be repeated
             pair.not_run.setdefault(str(situation), f"{type(error).__name__}: {one_line(error)}")
