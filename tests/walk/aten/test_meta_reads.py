@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -17,6 +19,18 @@ def test_numbers_and_meta_tensors_mix() -> None:
 def test_a_branch_on_values_gets_a_yes() -> None:
     with MetaReads():
         assert bool(torch.ones(4, dtype=torch.bool, device="meta").all())
+
+
+@pytest.mark.parametrize("test", [torch.isnan, torch.isinf, torch.isposinf, torch.isneginf])
+def test_all_values_are_finite(test: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.ones(2, 3, device="meta")
+    with MetaReads():
+        assert torch.isfinite(x).all()
+        assert not test(x).any()
+        assert (~test(x)).all()
+        assert test(x).sum().item() == 0
+        assert not test(x.sum())
+        assert (x.masked_fill(test(x), 0) * test(x)).is_meta
 
 
 def test_a_window_of_istft_is_large_enough() -> None:

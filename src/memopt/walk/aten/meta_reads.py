@@ -21,13 +21,15 @@ from memopt.walk.aten.rules import tensors_in
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 #: Types of arguments that may be part of a cache key.
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+#: Tests that are false for every finite number; those of `torch.isfinite` compare, and read as True.
+_NOT_FINITE = frozenset({torch.ops.aten.isnan, torch.ops.aten.isinf, torch.ops.aten.isposinf, torch.ops.aten.isneginf})
 
 
 class MetaReads(TorchDispatchMode):
     """Lets a forward read values of meta tensors and mix meta tensors with tensors on the CPU.
 
-    A boolean ("is the whole mask set?") reads as True and a number as 1; two scalars are not equal. ``nonzero`` returns
-    every element, so that each expert of a mixture has tokens. An integer scalar that an operation returns is a 1 on
+    A boolean ("is the whole mask set?") reads as True and a number as 1; two scalars are not equal; all values are
+    finite. ``nonzero`` returns every element, so that each expert of a mixture has tokens. An integer scalar that an operation returns is a 1 on
     the CPU, so that numbers computed from it have values. An operation with inputs on both devices runs on meta. With
     `keeps_values`, integer tensors with values (the sizes of images, say) stay on the CPU when the forward moves them
     to meta.
@@ -45,6 +47,8 @@ class MetaReads(TorchDispatchMode):
             return False  # torch.istft asks whether its window is too small
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func.overloadpacket in _NOT_FINITE and args[0].is_meta:
+            return torch.zeros(args[0].shape, dtype=torch.bool)
         if func is torch.ops.aten._to_copy.default:
             kwargs = self._where_it_is(args[0], kwargs or {})
         if func.overloadpacket in _INDEXED:
