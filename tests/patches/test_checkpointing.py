@@ -287,10 +287,63 @@ def test_the_cache_of_a_sliding_window_holds_no_states_at_first(runs):
     assert runs(model, tiny_inputs("mistral")) == model.config.num_hidden_layers  # `use_cache` is on by default
 
 
-def test_a_block_that_counts_its_batches_is_left_with_the_reason():
-    x = torch.randn(7, 16)
-    with pytest.warns(UserWarning, match="batch norm inside counts batches"):
-        memopt.patch(_Model(batch_norm=True), recipe(FULL), inputs={"x": x})
+class _OwnStatistics(nn.Module):
+    """A batch norm of one's own: PyTorch updates its statistics without a change of their versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d, functools.partial(nn.BatchNorm1d, momentum=None), lambda _: _OwnStatistics()]
+)
+@pytest.mark.parametrize("unfrozen_at", [0, 3])
+def test_batch_norms_count_each_batch_once(norm, unfrozen_at):
+    torch.manual_seed(0)
+    stock = _Model()
+    for layer in stock.layers:
+        layer.norm = norm(16)
+    patched = memopt.patch(copy.deepcopy(stock.double()), recipe(FULL), inputs={"x": torch.randn(7, 16).double()})
+    is_own = isinstance(stock.layers[0].norm, _OwnStatistics)
+    for step in range(5):
+        first, second = torch.randn(2, 7, 16, dtype=torch.float64)
+        for model in (stock, patched):
+            model.train()
+            for layer in model.layers:
+                layer.norm.train(is_own or step >= unfrozen_at)
+            model.zero_grad()
+            _calls.clear()
+            loss, later = model(first), model(second)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            later.backward()
+            assert {_calls[layer] for layer in model.layers} == {2 if model is stock else 5}
+        ours, expected = ({n: p.grad for n, p in model.named_parameters()} for model in (patched, stock))
+        assert worst(ours, expected) < 1e-12
+        for ours, expected in zip(patched.buffers(), stock.buffers(), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_compiled_block_with_a_batch_norm_runs_once():
+    x, model = torch.randn(7, 16), _Model(batch_norm=True)
+    expected = copy.deepcopy(model)
+    expected(x).backward()
+    memopt.patch(model, recipe(FULL), inputs={"x": x})
+    with pytest.warns(UserWarning, match="a second run would count batches again"):
+        torch.compile(model, backend="aot_eager")(x).backward()
+    for ours, stock in zip(model.buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(ours, stock)
+
+
+def test_a_block_that_waits_for_other_processes_is_left_with_the_reason():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(_Model(batch_norm=True))
+    with pytest.warns(UserWarning, match="waits for the other processes"):
+        memopt.patch(model, recipe(FULL), inputs={"x": torch.randn(7, 16)})
 
 
 def test_an_offloaded_input_is_a_copy_and_the_original_is_freed():

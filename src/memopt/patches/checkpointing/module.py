@@ -32,6 +32,7 @@ from memopt.patches.swap import original_class, states_in, steps_aside, swap_for
 from memopt.torch_compat import BATCH_NORM_CLASSES, is_checkpointed_region
 
 _NOT_OFFLOADED = "checkpointing.offload is off: inputs of checkpointed blocks stay on the device"
+_RUNS_ONCE_COMPILED = "blocks with batch norms are not checkpointed, since a second run would count batches again"
 _FLAG = "gradient_checkpointing"
 _STAYS: AbstractContextManager[Any] = nullcontext()
 #: Arguments that transformers switches off in a checkpointed layer, if they are passed by keyword.
@@ -65,11 +66,16 @@ class BlockRewrite:
     """Whether outputs of attention are kept together with the block's input, so that attention runs only once."""
     room: int = 0
     """Bytes that attention's backward by groups of heads may take; 0: all heads at once."""
+    counts_batches: bool = False
+    """Whether a batch norm is inside: a compiled second run would update its statistics again."""
     state: BlockState = field(default_factory=BlockState, compare=False, repr=False)
 
     def run_again(self, block: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, the forward of `block`, which runs again in backward, from `args`."""
         if torch.compiler.is_compiling():
+            if self.counts_batches:
+                is_being_compiled(off=_RUNS_ONCE_COMPILED)
+                return function(*args)
             is_being_compiled(off="" if self.inputs is None else _NOT_OFFLOADED)
             function, args = without_caches(block, function, args) or (function, args)
             contexts: dict[str, Any] = {"context_fn": compiled_contexts} if self.keeps_attention else {}
@@ -98,11 +104,12 @@ def patch_block(
     room: int = 0,
 ) -> None:
     """Let `block` be checkpointed or not, whatever the model's own switch is; the other arguments are as in
-    :class:`BlockRewrite`. Raises a ValueError if the block cannot be swapped, or a second run would change the
-    statistics of a batch norm."""
-    if is_checkpointed and any(isinstance(m, BATCH_NORM_CLASSES) and m.track_running_stats for m in block.modules()):
-        raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
-    rewrite = BlockRewrite(scope, is_checkpointed, inputs, keeps_attention, room)
+    :class:`BlockRewrite`. Raises a ValueError if the block cannot be swapped, or a second run would wait for other
+    processes."""
+    if is_checkpointed and any(isinstance(each, nn.SyncBatchNorm) for each in block.modules()):
+        raise ValueError("a batch norm inside waits for the other processes, and would do so in backward again")
+    counts = any(isinstance(each, BATCH_NORM_CLASSES) for each in block.modules())
+    rewrite = BlockRewrite(scope, is_checkpointed, inputs, keeps_attention, room, counts)
     swap_forward(block, _run_switched_off if has_switch(block) else _run, rewrite)
 
 

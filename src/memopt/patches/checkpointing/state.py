@@ -35,6 +35,7 @@ from memopt.patches.rerun import (
 )
 from memopt.patches.swap import Notes, is_watched
 from memopt.recompute.versions import changed_in_place, check_version, versions_of
+from memopt.torch_compat import BATCH_NORM_CLASSES
 
 #: Number of first calls in which all state of a block is observed; the first call may create some of it.
 _LOOKS = 2
@@ -79,7 +80,10 @@ class BlockState(Notes):
         self._parts = list(chain.from_iterable(map(dict.values, self._children)))
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
         self.hooks = tables_of_hooks(modules[1:])
-        self._size, self.looks, self.moving = sum(map(len, self._tables)), 0, set()
+        self._size, self.looks = sum(map(len, self._tables)), 0
+        # A batch norm updates its statistics without a change of their versions, and may be trained later.
+        norms = (module for module in modules if isinstance(module, BATCH_NORM_CLASSES))
+        self.moving = {(id(norm._buffers), name) for norm in norms for name in norm._buffers}
         self.decides = self.is_proved = False
         self.generators, self._drew = generators_of(modules), []
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
@@ -218,8 +222,10 @@ class RunsTwice:
             state.decides |= self._decisions is not None and bool(self._decisions.made)
             if looks or held.has_moved:
                 moved = held.moved()
+                moved += [i for i, was in possible.items() if looks and _has_moved_unseen(was, held.values[i])]
                 state.has_run([held.slots[i] for i in moved], drew_from(self._generators, self._random))
-                self._copies = {i: possible[i] for i in moved if i in possible}
+            places = [(id(table), name) for table, name in held.slots]
+            self._copies = {i: was for i, was in possible.items() if places[i] in state.moving}
             self._created = state.created(before)
             self._own = held.settle()
 
@@ -232,6 +238,11 @@ class RunsTwice:
                 if isinstance(value, Tensor) and (looks or (id(table), name) in self._state.moving)
                 if not isinstance(value, nn.Parameter) and not value.requires_grad and value.numel() <= _LARGEST_COPY
             }
+
+
+def _has_moved_unseen(was: Tensor, now: Tensor) -> bool:
+    """Whether statistics were changed in a way that their version does not show, as `F.batch_norm` changes them."""
+    return type(now) is Tensor and not now.is_meta and now.is_floating_point() and not torch.equal(was, now)
 
 
 def _shadows(block: nn.Module, lent: Sequence[tuple[Slot, Any]]) -> list[tuple[Slot, Any]]:

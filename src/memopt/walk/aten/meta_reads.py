@@ -28,11 +28,11 @@ _NOT_FINITE = frozenset({torch.ops.aten.isnan, torch.ops.aten.isinf, torch.ops.a
 class MetaReads(TorchDispatchMode):
     """Lets a forward read values of meta tensors and mix meta tensors with tensors on the CPU.
 
-    A boolean ("is the whole mask set?") reads as True and a number as 1; two scalars are not equal; all values are
-    finite. ``nonzero`` returns every element, so that each expert of a mixture has tokens. An integer scalar that an operation returns is a 1 on
-    the CPU, so that numbers computed from it have values. An operation with inputs on both devices runs on meta. With
-    `keeps_values`, integer tensors with values (the sizes of images, say) stay on the CPU when the forward moves them
-    to meta.
+    A boolean ("is the whole mask set?") reads as True and a number as 1; two scalars are not equal, and all values are
+    finite. ``nonzero`` returns every element, so that each expert of a mixture has tokens. An integer scalar that an
+    operation returns is a 1 on the CPU, so that numbers computed from it have values. An operation with inputs on both
+    devices runs on meta. With `keeps_values`, integer tensors with values (the sizes of images, say) stay on the CPU
+    when the forward moves them to meta.
     """
 
     def __init__(self, *, keeps_values: bool = False) -> None:
