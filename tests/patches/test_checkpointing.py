@@ -294,8 +294,10 @@ class _OwnStatistics(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(16))
         self.register_buffer("variance", torch.ones(16))
+        self.register_buffer("batches", torch.tensor(0))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.batches.data += 1
         return torch.nn.functional.batch_norm(x, self.mean, self.variance, training=self.training)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -169,6 +170,35 @@ def test_a_head_that_casts_its_weight() -> None:
     assert largest < whole
     errors = [float((each["lm_head.weight"].double() - truth[0]).norm()) for each in (stock, ours)]
     assert errors[1] <= 1.1 * errors[0]
+
+
+class _Counting(nn.Linear):
+    """Counts its calls and keeps a mean of its input."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, bias=False)
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(sizes[0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.mean.lerp_(x.flatten(0, -2).mean(0), 0.1)
+        return F.linear(x, self.weight)
+
+
+def test_a_head_that_changes_its_state_is_left_with_the_reason() -> None:
+    stock = Capped()
+    stock.lm_head = _Counting(WIDTH, PADDED)
+    patched = copy.deepcopy(stock)
+    with pytest.warns(UserWarning, match="did not change lm_head: its forward changes the module's state"):
+        memopt.patch(patched)
+    assert (patched.lm_head.calls, float(patched.lm_head.mean.norm())) == (0, 0.0)
+    for _ in range(2):
+        (loss, gradients, _), (expected, wanted, _) = step(patched), step(stock)
+        torch.testing.assert_close((loss, gradients), (expected, wanted))
+    assert patched.lm_head.calls == stock.lm_head.calls
+    torch.testing.assert_close(patched.lm_head.mean, stock.lm_head.mean)
 
 
 # -- what is a head, and what is none -------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from memopt.walk.probes.elementwise import probe_activation
+from memopt.walk.probes.isolate import Traces
 from memopt.walk.probes.probe import NormProbe, probe_norm
 
 WIDTH = 12
@@ -426,3 +430,42 @@ def test_norms_and_scales_of_the_last_dimension_are_no_activations(module: nn.Mo
 @pytest.mark.parametrize("module", [ScaledChannels(), MixedChannels(), nn.BatchNorm1d(3).eval()])
 def test_scales_and_mixes_of_channels_are_no_activations(module: nn.Module) -> None:
     assert probe_activation(module) is None
+
+
+_CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda seen: seen.add_(1),
+    "through .data": lambda seen: seen.data.add_(1),
+    "by another .data": lambda seen: setattr(seen, "data", seen + 1),
+    "through NumPy": lambda seen: seen.numpy().__iadd__(1),
+    "by a batch norm": lambda seen: F.batch_norm(torch.randn(4, WIDTH).double(), seen, seen.exp(), training=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [*((change, torch.float64) for change in _CHANGES), *(("through .data", each) for each in (torch.bfloat16, int))],
+)
+def test_every_change_of_a_buffer_leaves_a_trace(change: str, dtype: Any) -> None:
+    module = nn.Module()
+    module.register_buffer("seen", torch.zeros(WIDTH, dtype=dtype))
+    module.register_buffer("other", torch.full((), torch.nan))
+    traces = Traces(module)
+    assert not traces.found
+    with torch.no_grad():
+        _CHANGES[change](module.seen)
+    assert traces.found
+
+
+def test_a_norm_that_keeps_statistics_is_left() -> None:
+    class Counts(HandWrittenRMS):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("largest", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.largest.data = torch.maximum(self.largest, x.detach().abs().max().to(self.largest))
+            return super().forward(x)
+
+    assert isinstance(probe_norm(HandWrittenRMS()), NormProbe)
+    assert not isinstance(probe_norm(Counts()), NormProbe)

@@ -241,8 +241,8 @@ class RunsTwice:
 
 
 def _has_moved_unseen(was: Tensor, now: Tensor) -> bool:
-    """Whether statistics were changed in a way that their version does not show, as `F.batch_norm` changes them."""
-    return type(now) is Tensor and not now.is_meta and now.is_floating_point() and not torch.equal(was, now)
+    """Whether the values of a tensor changed without its version: through ``.data``, or by `F.batch_norm`."""
+    return type(now) is Tensor and not now.is_meta and not torch.equal(was, now)
 
 
 def _shadows(block: nn.Module, lent: Sequence[tuple[Slot, Any]]) -> list[tuple[Slot, Any]]:

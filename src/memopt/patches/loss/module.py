@@ -21,7 +21,7 @@ from memopt.patches.loss.rows import fits, product_rows
 from memopt.patches.loss.source import Head, Inside, Snapshot, Source, say_whole, tensors_of, versions_of, whole
 from memopt.patches.reads import observed_reads
 from memopt.patches.record import is_recorded, record_of, recorded_in, warn_once
-from memopt.patches.swap import replaced_by, states_in, steps_aside, swap_forward
+from memopt.patches.swap import original_class, replaced_by, states_in, steps_aside, swap_forward
 from memopt.torch_compat import (
     PLAIN_TYPES,
     fsdp_leaves_gathered,
@@ -33,6 +33,8 @@ from memopt.torch_compat import (
     modules_that_run,
     tracing_state,
 )
+from memopt.walk.calls.preserve import preserved
+from memopt.walk.probes.isolate import Traces
 from memopt.walk.probes.linear import is_linear
 from memopt.walk.sites import is_inside, parent
 
@@ -70,10 +72,13 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
         room: bytes that the loss may take beside the gradients of input and weight, if more than by default.
 
     Raises:
-        ValueError: the module cannot be swapped, or this PyTorch has no tensors without memory.
+        ValueError: the module cannot be swapped, its forward changes its own state, or this PyTorch has no tensors
+            without memory.
     """
     if not makes_wrappers:
         raise ValueError("this version of PyTorch makes no tensor that stands for others")
+    if type(module) is not nn.Linear and _changes_state(module, inputs):
+        raise ValueError("its forward changes the module's state, and a loss in parts would run it several times")
     transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
     is_known = transposed is None or type(module) is nn.Linear
     reads = None if is_known else observed_reads(module, None)  # any other function is called as it is
@@ -184,6 +189,22 @@ def patch_that_contracts(module: nn.Module, inputs: int, classes: int, **options
     if not (is_layer or parameter is None or _is_by_rows(module, inputs, parameter)):
         raise ValueError("the forward that computes its product does more than map rows of hidden states to logits")
     patch_head(module, inputs, classes, **options)
+
+
+@torch.no_grad()
+@generators_kept()
+def _changes_state(module: nn.Module, width: int) -> bool:
+    """Whether a forward in train mode, beside the first one, leaves traces on the module."""
+    like = next(module.parameters(), torch.empty(0))
+    x = torch.randn((2, width), dtype=like.dtype if like.is_floating_point() else None, device=like.device)
+    with preserved(module), contextlib.suppress(Exception):  # a forward that takes something else may raise anything
+        module.train()
+        forward = original_class(module).forward
+        forward(module, x)
+        traces = Traces(module)
+        forward(module, x)
+        return traces.found
+    return False
 
 
 @torch.no_grad()

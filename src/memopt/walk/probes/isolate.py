@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt.torch_compat import module_hooks, no_forward_hooks, without_foreign_hooks
 from memopt.walk.aten.precision import Float64Mode
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.Size)
 #: Tokens of the longest input that a probe runs, and its elements at most.
 MOST_TOKENS, _MOST_ELEMENTS = 5000, 1 << 17
 #: Of central differences in fp64: the cube root of its epsilon.
@@ -73,6 +73,8 @@ class Isolated:
         try:
             modes = (self.module.train(mode) for mode in (True, False))
             same = all(torch.equal(self.run(x), values) and is_differentiated(call, leaves) for _ in modes)
+            self.module.train()
+            self.tries(2 * x)  # a largest value may have been seen already
             return same and not traces.found
         finally:
             self.module.eval().requires_grad_(False)
@@ -105,12 +107,19 @@ def _state(module: nn.Module) -> list[Any]:
         value = left.pop()
         found.append(value)
         if isinstance(value, Tensor):
-            found.append(None if isinstance(value, nn.Parameter) else value._version)
+            found += () if isinstance(value, nn.Parameter) else (value._version, _values(value))
         elif isinstance(value, dict):
             left += [*value, *value.values()]
         elif isinstance(value, (list, tuple, set, deque)):
             left += value
     return found
+
+
+def _values(tensor: Tensor) -> bytes | None:
+    """The values of a plain tensor: its version does not show what is written through ``.data`` or by a batch norm."""
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _is_same(one: Any, other: Any) -> bool:
