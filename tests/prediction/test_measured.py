@@ -22,6 +22,7 @@ from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.events import Event, Trace
 from memopt.trace.trace import Step, trace
 from memopt.trace.training import Checkpointing, Training
+from tests.factories import tiny_inputs
 from tests.trace.builders import named_config, sites_of
 from tests.trace.test_images import llava
 
@@ -80,6 +81,18 @@ def test_the_step_of_a_ctc_loss_is_predicted(targets: int) -> None:
     assert found.peak.nbytes == pytest.approx(real.live_peak(), rel=0.005)
     guessed = predict(replace(of, inputs=None))
     assert not any("Loss: none" in each for each in guessed.assumptions)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_masks_of_a_padded_batch_are_predicted(name: str) -> None:
+    """Without padding transformers makes none."""
+    config, batch = named_config(name), tiny_inputs(name, 2, 64)
+    batch["attention_mask"][1, 48:] = 0
+    of = Step(config, Training(2, 64, precision="fp32", cuda_kernels=False), sites_of(config), inputs=batch)
+    found, real = predict(of), RealStep(of, Setup())
+    real.run()
+    assert found.peak.nbytes == pytest.approx(real.live_peak(), rel=LIMIT)
+    assert any("padding as in the batch" in each for each in found.assumptions)
 
 
 @pytest.mark.parametrize("kind", ["Parakeet", "Lasr"])

@@ -20,7 +20,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from memopt.kernels.base.device import launches_emulated
-from memopt.torch_compat import FakeTensor, TracingMode, known_values, tree_map
+from memopt.torch_compat import FakeTensor, TracingMode, known_values, no_dispatch, tree_map
 from memopt.walk.models.plain import exchanged
 
 _MAX_FLASH_HEAD = 256
@@ -93,7 +93,8 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: A
 
 @contextlib.contextmanager
 def unpadded_masks() -> Iterator[None]:
-    """Inside, transformers skips the masks that it skips for a batch without padding and without packed rows.
+    """Inside, transformers skips the masks that it skips for a batch without packed rows and, unless a mask with known
+    values has padding, without padding.
 
     In a trace, transformers itself skips no mask, because it cannot read masks and positions to look for those.
     """
@@ -111,6 +112,15 @@ def unpadded_masks() -> Iterator[None]:
             yield
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # the override alone
+
+
+def has_padding(mask: object) -> bool:
+    """Whether the values of a mask are known, and some token is masked."""
+    values = known_values(mask) if isinstance(mask, FakeTensor) else mask
+    if not isinstance(values, Tensor) or values.is_meta:
+        return False
+    with no_dispatch():
+        return not values.all()
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -135,6 +145,7 @@ def _mask(
     else:
         kwargs["q_length"] = q_length
     skippable = (allow_is_causal_skip and q_length == kv_length) or allow_is_bidirectional_skip
+    skippable = skippable and not has_padding(attention_mask)
     if skippable and (local_size is None or kv_length < local_size):
         return None
     # A mask that is not skipped has an entry for each row of the batch, because rows may differ in padding.

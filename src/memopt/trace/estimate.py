@@ -27,12 +27,13 @@ from memopt.plan.recipe import Recipe
 from memopt.torch_compat import FakeTensor
 from memopt.trace.adapters import add_adapters, add_live_adapters
 from memopt.trace.arguments import DTYPES, Example, example_of, step_arguments
-from memopt.trace.emulate import CudaChoices, unpadded_masks
+from memopt.trace.emulate import CudaChoices, has_padding, unpadded_masks
 from memopt.trace.fake import FakeReads, Fakes, FiniteValues, make_fake
 from memopt.trace.kernels import STAND_INS, attention_traced, notes_of
 from memopt.trace.quantised import Quantisation, quantisation_of, quantise
 from memopt.trace.training import Step
-from memopt.walk.calls.batch import PASS_INPUTS
+from memopt.walk.calls.batch import PASS_INPUTS, Batch
+from memopt.walk.calls.inputs import MASKS
 from memopt.walk.models.attention import FLASH, switch, without_packages
 from memopt.walk.models.build import build_meta, run_experts
 from memopt.walk.models.config import config_nodes, one_line
@@ -196,7 +197,7 @@ def build_trained(
     trained.train(training.dropout)
     if training.checkpointing == "full":
         _checkpoint(model)
-    return Built(model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched])
+    return Built(model, trained, [*_attention_notes(model, of.inputs or {}), *notes, *training.notes(), *patched])
 
 
 #: Config fields with the number of token positions; sounds and images have other fields. The limit of a decoder beside
@@ -255,7 +256,7 @@ def _switch(model: PreTrainedModel, implementation: str) -> None:
         raise ModelError(reason) from error
 
 
-def _attention_notes(model: PreTrainedModel) -> list[str]:
+def _attention_notes(model: PreTrainedModel, inputs: Batch) -> list[str]:
     def kernel(implementation: str | None) -> str:
         if implementation == "sdpa":
             return "the kernel that scaled_dot_product_attention chooses on a CUDA device"
@@ -265,7 +266,8 @@ def _attention_notes(model: PreTrainedModel) -> list[str]:
     inside = [(name, each) for name, each in model.named_modules() if isinstance(each, PreTrainedModel)]
     others = {each.config._attn_implementation: name for name, each in reversed(inside)}  # the outermost of each
     said = "; ".join([kernel(own), *(f"in {others[each]} {kernel(each)}" for each in others if each != own)])
-    return [f"Attention: {said}; no padding and no key/value cache (use_cache=False, as in Trainer)."]
+    padding = "padding as in the batch" if any(has_padding(inputs.get(name)) for name in MASKS) else "no padding"
+    return [f"Attention: {said}; {padding} and no key/value cache (use_cache=False, as in Trainer)."]
 
 
 def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:
