@@ -82,10 +82,15 @@ def test_what_says_only_half_of_a_setup_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_batch_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("batch", "seq", "option"), [(10**14, 16, "--batch"), (5 * 10**6, 16, "--batch"), (1, 10**8, "--seq")]
+)
+def test_a_batch_that_cannot_be_made_is_named(
+    batch: int, seq: int, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     named_config("llama").save_pretrained(tmp_path)
-    assert main(["report", str(tmp_path), "--batch", str(10**14), "--seq", "16", "--gpu", "t4"]) == 2
-    assert f"error: Batch {10**14} x 16 tokens is too large to trace here. Use a smaller --batch." in (
+    assert main(["report", str(tmp_path), "--batch", str(batch), "--seq", str(seq), "--gpu", "t4"]) == 2
+    assert f"error: Batch {batch} x {seq} tokens is too large to trace here. Use a smaller {option}." in (
         capsys.readouterr().err
     )
 

@@ -116,3 +116,8 @@ def test_the_least_limit_of_expandable_segments_is_what_they_hold() -> None:
     first, second = storage(30 * MIB), storage(32 * MIB)
     step = events((first, True), (first, False), (second, True), (second, False))
     assert least_limit([], step, expandable=True) == 40 * MIB == reserved([], step, expandable=True)
+
+
+def test_a_step_of_any_size_has_addresses() -> None:
+    large = [storage(1 << 46) for _ in range(8)]
+    assert reserved([], events(*((each, True) for each in large), *((each, False) for each in large))) == 8 << 46

@@ -62,6 +62,16 @@ def test_masks_of_dropouts_are_named_with_the_setting_that_saves_seeds() -> None
     assert predict(seeded).peak.nbytes < predict(about).peak.nbytes
 
 
+def test_where_only_fewer_rows_fit_their_number_is_named() -> None:
+    """Images have no shorter sequence."""
+    config = named_config("vit")
+    about = Step(config, Training(10**5, None), sites_of(config), load_recipe("exact-unfolded"))
+    found = headline(Request("a model"), gpu="600MiB", step=about)
+    (way,) = (way for way in found.ways() if way.name == "memopt + checkpointing")
+    assert way.batch is not None
+    assert found.remedies[0] == f"memopt + checkpointing fits with --batch {way.batch.value}"
+
+
 def test_where_no_other_exact_way_fits_the_recipe_for_long_context_is_named_with_its_cpu_memory() -> None:
     config = named_config("llama", max_position_embeddings=1 << 16, intermediate_size=1024)
     about = Step(config, Training(1, 1 << 15), sites_of(config), load_recipe("exact-unfolded"))

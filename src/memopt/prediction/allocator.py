@@ -27,8 +27,8 @@ _ROUND_OWN = 2 << 20
 _TRIES, _BISECTIONS = 10, 3
 #: First addresses of the two pools. Addresses identify segments and blocks, as on a device.
 SMALL_POOL, LARGE_POOL = 1 << 46, 1 << 47
-#: Bits of an address, and a number with all of them.
-_ADDRESS_BITS = 48
+#: Bits of an address, and a number with all of them. More than a device has: a step of any size has room.
+_ADDRESS_BITS = 62
 _ADDRESS = (1 << _ADDRESS_BITS) - 1
 
 

@@ -308,7 +308,7 @@ class _Answer:
                 return f"{way.name} fits: {gib(way.total)}, {_more(way, now)}, exact; {way.how}"
         for settings, how in _LONG_CONTEXT.values() if self.step.sites.blocks and not self.step.rules.effects else ():
             found = self.candidate("", load_recipe("long-context", settings), "none").at()
-            if found.needs <= memory:
+            if found.fits(memory):
                 host = gib(found.offloaded)
                 return f"recipe long-context fits: {gib(found.total)}, and {host} of CPU memory, exact; {how}"
         by_name = {each.name: each for each in others}
@@ -318,8 +318,8 @@ class _Answer:
         for steps in zip(*(self._further(way) for pair in pairs for way in pair), strict=True):
             words = steps[0][0]
             for (_, candidate), (_, twin) in zip(steps[::2], steps[1::2], strict=True):
-                better = candidate if candidate.at().total < twin.at().total else twin
-                if better.at().needs <= memory:
+                if fitting := [each for each in (twin, candidate) if each.at().fits(memory)]:
+                    better = min(fitting, key=lambda each: each.at().total)
                     fits = f"{better.name} with {words} fits: {gib(better.at().total)}"
                     return "; ".join(filter(None, (fits, better.how, better.at().limit_advice)))
         int8 = ways.get("memopt, int8")
@@ -328,6 +328,8 @@ class _Answer:
         shorter = self._seq(best)
         if shorter is not None and shorter.value:
             return f"{best.name} fits with --seq {shorter.value} and batch {self.step.training.batch}"
+        if (fewer := ways[best.name].batch) is not None and fewer.value:
+            return f"{best.name} fits with --batch {fewer.value}"
         least = min(ways.values(), key=lambda way: way.needs)
         if patched.at().context >= memory:
             return f"nothing fits: the CUDA context alone takes {gib(patched.at().context)}; a larger card"

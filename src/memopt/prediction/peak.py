@@ -109,6 +109,10 @@ class Prediction:
         """Bytes that the device has to have: the total and its margin."""
         return self.total + self.margin
 
+    def fits(self, memory: int) -> bool:
+        """Whether `needs` is at most `memory`; found without the allocator if the live bytes alone are more."""
+        return self.peak.nbytes + self.context <= memory and self.needs <= memory
+
 
 def predict(of: Step, setup: Setup | None = None) -> Prediction:
     """Predict the peak of a training step, stock or patched. Raises a ModelError if the model cannot be built or traced

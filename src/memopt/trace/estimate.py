@@ -31,7 +31,7 @@ from memopt.trace.emulate import CudaChoices, has_padding, unpadded_masks
 from memopt.trace.fake import FakeReads, Fakes, FiniteValues, make_fake
 from memopt.trace.kernels import STAND_INS, attention_traced, notes_of
 from memopt.trace.quantised import Quantisation, quantisation_of, quantise
-from memopt.trace.training import Step
+from memopt.trace.training import Step, Training
 from memopt.walk.calls.batch import PASS_INPUTS, Batch
 from memopt.walk.calls.inputs import MASKS
 from memopt.walk.models.attention import FLASH, switch, without_packages
@@ -74,6 +74,8 @@ class TracedModel(Built):
     """Keyword arguments of the forward."""
 
 
+#: The most rows or tokens of a step: a trace takes about 50 bytes for each, since ids, masks and labels have values.
+_MOST_TOKENS = 1 << 26
 _NO_LOSS = "Loss: none, since no labels were found that give one; its outputs count as they are."
 
 
@@ -83,6 +85,8 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
     model that is built here, are replaced by fake ones. Raises a ModelError if the model cannot be built, peft is
     missing for LoRA, or the code inside the context fails."""
     config, training, inputs = of.config, of.training, of.inputs
+    if inputs is None and training.batch * (training.seq or 1) > _MOST_TOKENS:
+        raise _too_large(training)
     if built is None:
         with without_packages():
             built = build_trained(of)
@@ -121,8 +125,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         if too_long is not None:
             raise too_long from error
         if "can't allocate memory" in str(error):
-            size = f"batch {training.batch}" + (f" x {training.seq} tokens" if training.seq else "")
-            raise ModelError(f"{size.capitalize()} is too large to trace here.", "Use a smaller --batch.") from error
+            raise _too_large(training) from error
         hint = "Use another --precision." if "expected scalar type" in str(error) else PASS_INPUTS
         if training.image_side is not None:
             hint = "Leave out --image-side: the model may take images of one size only."
@@ -220,6 +223,12 @@ def _too_long(model: PreTrainedModel, seq: int | None) -> ModelError | None:
         return None
     name = type(model).__name__
     return ModelError(f"--seq {seq} is more than the {most} positions in the config of {name}.", "Use a smaller --seq.")
+
+
+def _too_large(training: Training) -> ModelError:
+    size = f"Batch {training.batch}" + (f" x {training.seq} tokens" if training.seq else "")
+    option = "--seq" if (training.seq or 0) > training.batch else "--batch"
+    return ModelError(f"{size} is too large to trace here.", f"Use a smaller {option}.")
 
 
 def has_table_of_positions(model: PreTrainedModel) -> bool:
