@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import benchmarks.prediction
 import memopt.prediction.peak
@@ -20,9 +22,9 @@ from memopt.prediction.measure import RealStep, compare
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.events import Event, Trace
-from memopt.trace.trace import Step, trace
+from memopt.trace.trace import Step, parameters_of, trace, with_idle
 from memopt.trace.training import Checkpointing, Training
-from tests.factories import tiny_inputs
+from tests.factories import tiny_inputs, tiny_model
 from tests.trace.builders import named_config, sites_of
 from tests.trace.test_images import llava
 
@@ -130,6 +132,33 @@ def test_a_weight_without_a_gradient_has_no_optimizer_state(images: int) -> None
     assert any(text.startswith("No gradient in this step: ") for text in found.assumptions)
     if not images:  # the tower's last output but one is asked for by its place, so no block can be left out
         assert sum(each.is_idle for each in trace(of, groups=4).parameters) == len(idle)
+
+
+def test_a_weight_that_only_chooses_indices_has_no_optimizer_state_and_an_idle_expert_has() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.indexer = nn.Linear(4, 4)
+            self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.experts[0](x) + self.indexer(x).argmax()
+
+    blocks = nn.Sequential(Block(), Block())
+    model = nn.ModuleDict({"blocks": blocks})
+    blocks(torch.randn(2, 4)).sum().backward()
+    found = with_idle(parameters_of(model), model, ["blocks.0", "blocks.1"])
+    idle = {f"blocks.{block}.indexer.{name}" for block in (0, 1) for name in ("weight", "bias")}
+    assert {each.name for each in found if each.is_idle} == idle
+
+
+def test_a_weight_that_the_constructor_freezes_is_trained_since_a_load_makes_a_new_one(tmp_path: Path) -> None:
+    stock = tiny_model("whisper")
+    assert not stock.model.encoder.embed_positions.weight.requires_grad
+    stock.save_pretrained(tmp_path)
+    loaded, config = type(stock).from_pretrained(tmp_path), named_config("whisper")
+    trained = {each.name for each in trace(Step(config, Training(1, 8), sites_of(config))).parameters if each.trained}
+    assert trained == {name for name, each in loaded.named_parameters() if each.requires_grad}
 
 
 def test_a_gradient_with_several_terms_is_kept_until_all_are_there() -> None:

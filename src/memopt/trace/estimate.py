@@ -180,6 +180,8 @@ def build_trained(
     weights, autocast = DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
     _widen_as_loaded(model, weights)
+    for parameter in model.parameters():  # `from_pretrained` trains what it reads, frozen by the constructor or not
+        parameter.requires_grad_(parameter.is_floating_point())
     run_experts(model, "grouped_mm")
     notes = []
     if training.train == "qlora":

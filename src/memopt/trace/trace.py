@@ -136,14 +136,19 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
 
 
 def with_idle(parameters: Iterable[Parameter], model: nn.Module, blocks: Sequence[str]) -> Iterator[Parameter]:
-    """`parameters` after a backward, marked as idle if they have no gradient. Not in a block that has gradients: an
-    expert that got no token in this step gets some in another."""
+    """`parameters` after a backward, marked as idle if they have no gradient. Not in a block that has gradients if a
+    parameter whose name differs in numbers alone has one: an expert that got no token in this step gets some in
+    another, and weights that only choose indices never get a gradient."""
     block_at = places(blocks)
     reached = {name for name, each in model.named_parameters() if each.grad is not None}
-    running = {block_at(name) for name in reached} - {-1}
+    running, alike = {block_at(name) for name in reached} - {-1}, {_unnumbered(name) for name in reached}
     for each in parameters:
-        idle = each.trained and each.name not in reached and block_at(each.name) not in running
-        yield replace(each, is_idle=idle)
+        may_run = block_at(each.name) in running and _unnumbered(each.name) in alike
+        yield replace(each, is_idle=each.trained and each.name not in reached and not may_run)
+
+
+def _unnumbered(name: str) -> str:
+    return ".".join("" if part.isdecimal() else part for part in name.split("."))
 
 
 def with_all_blocks(parameters: Sequence[Parameter], run: Run) -> tuple[Parameter, ...]:
