@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from torch import nn
 
 import memopt
@@ -63,3 +65,32 @@ def test_a_patched_folder_is_loaded_and_a_fold_is_written(tmp_path: Path) -> Non
     code = typed(Request(tmp_path / "patched", overrides=("loss.method=none",)))
     model = by_code(code, nn.Module())
     assert "1 loss: 1 left" in str(memopt.summary(model))
+
+
+def test_sites_are_those_of_a_model_in_the_dtype_of_the_step(tmp_path: Path) -> None:
+    """In 16 bits the indices of a pooling are most of what its function saves."""
+    config = transformers.Sam2HieraDetConfig(
+        hidden_size=16, num_attention_heads=1, blocks_per_stage=[1, 1], embed_dim_per_stage=[16, 32],
+        num_attention_heads_per_stage=[1, 2], window_size_per_stage=[4, 4], global_attention_blocks=[],
+        image_size=[64, 64], window_positional_embedding_background_size=[4, 4], num_query_pool_stages=1,
+        architectures=["Sam2HieraDetModel"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        model = transformers.models.sam2.modeling_sam2.Sam2HieraDetModel(config).to(dtype)
+        sites = step_of(Request(tmp_path, precision=precision)).sites  # type: ignore[arg-type]
+        assert sites.functions == memopt.plan_for(model).sites.functions
+        assert bool(sites.functions) == (dtype == torch.bfloat16)
+
+
+def test_a_norm_counts_as_folded_only_if_the_files_have_all_its_weights(tmp_path: Path) -> None:
+    """Files have each expert by itself, and a load stacks them."""
+    config = transformers.OlmoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0,
+    )  # fmt: skip
+    transformers.OlmoeForCausalLM(config).save_pretrained(tmp_path / "stock")
+    written = patch_checkpoint(tmp_path / "stock", tmp_path / "patched", recipe="exact")
+    folded = step_of(Request(tmp_path / "stock", recipe="exact", seq=24)).folded
+    assert folded == {norm.name for norm in written.plan.folds()}
+    assert folded

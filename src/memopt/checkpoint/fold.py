@@ -111,7 +111,7 @@ class FoldPlan:
         """Folds of `plan` on the files' `tensors`. `aliases`: tensor -> others that share its storage; `renamed`:
         parameter of the model -> its other name in the files."""
         norms = plan.folds()
-        keys = map_names({name for norm in norms for name in _parameters(norm)}, tensors) | dict(renamed or {})
+        keys = map_names({name for norm in norms for name in parameters_of(norm)}, tensors) | dict(renamed or {})
         owners = Counter(norm.weight for norm in plan.sites.norms)
         folds, refused = [], []
         for norm in norms:
@@ -207,7 +207,8 @@ def _misfits(fold: Fold, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
             yield f"{consumer.bias} has another shape"
 
 
-def _parameters(norm: NormSite) -> Iterator[str]:
+def parameters_of(norm: NormSite) -> Iterator[str]:
+    """The parameters that the fold of `norm` changes, and its own."""
     names = [norm.weight, norm.bias]
     for consumer in norm.consumers:
         names += [consumer.parameter, consumer.bias if norm.bias else None]
@@ -241,7 +242,7 @@ def _obstacle(
         return "no linear reads it"
     if owners[norm.weight] > 1:
         return "another norm has the same weight"
-    for name in _parameters(norm):
+    for name in parameters_of(norm):
         if name not in keys:
             return f"{name} is not in the files under this name"
         info = tensors[keys[name]]

@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from memopt.checkpoint.sources.header import FLOAT_DTYPES
 from memopt.checkpoint.sources.source import CheckpointSource
@@ -102,6 +108,14 @@ def with_renamed(source: CheckpointSource, model: PreTrainedModel) -> Checkpoint
     return replace(
         source, renamed={name: keys[0] for name, keys in found.items() if len(keys) == 1 and keys[0] != name}
     )
+
+
+def made_by_load(model: PreTrainedModel) -> frozenset[str]:
+    """The parameters of `model`, which may be on meta, that the files of `save_pretrained` have under no name: a load
+    makes each of several tensors (experts), or of one by a computation."""
+    state = model.state_dict()
+    kept = {id(tensor) for tensor in revert_weight_conversion(model, dict(state)).values()}
+    return frozenset(name for name, tensor in state.items() if id(tensor) not in kept)
 
 
 def check_stored(source: CheckpointSource) -> None:

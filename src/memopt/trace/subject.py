@@ -9,11 +9,14 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from memopt.checkpoint.fold import parameters_of
+from memopt.checkpoint.names import made_by_load
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.environment.files import user_path
 from memopt.errors import ModelError
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.trace.arguments import DTYPES
 from memopt.trace.estimate import max_positions
 from memopt.trace.quantised import other_method, quantisation_of
 from memopt.trace.training import Request, Step, check_peft
@@ -81,11 +84,13 @@ class Subject:
         attention = training.attention or self.rules.runs_attention
         if self.record is not None or not self.rules.folds:
             # The folded norms are known, so no fold has to be proved.
-            sites = _sites_alone(build_meta(config), batch, attention)
+            sites = _sites_alone(build_meta(config, dtype=DTYPES[training.precision][0]), batch, attention)
             folded = self.record.folded_norms() if self.record is not None else frozenset()
         else:
             sites = walk_config(config, inputs=batch, attention=attention)
-            folded = frozenset(norm.name for norm in make_plan(sites, self.rules).folds())
+            made = made_by_load(build_meta(config))
+            folds = make_plan(sites, self.rules).folds()
+            folded = frozenset(norm.name for norm in folds if made.isdisjoint(parameters_of(norm)))
         return Step(config, training, sites, self.rules, folded, batch, tuple(notes))
 
 

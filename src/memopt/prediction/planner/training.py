@@ -24,7 +24,7 @@ from memopt.prediction.planner.choice import Choice, Frontier
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Run, Setup
-from memopt.trace.arguments import PRECISIONS
+from memopt.trace.arguments import DTYPES, PRECISIONS
 from memopt.trace.events import Parameter, Trace
 from memopt.trace.quantised import quantisation_of
 from memopt.trace.subject import default_seq, reads_tokens, step_of
@@ -151,7 +151,9 @@ def plan_model(
     weights = Counter[torch.dtype]()
     for each in parameters:
         weights[each.dtype] += each.nbytes
-    runs, stock = config._attn_implementation, build_meta(config)
+    known = (PRECISIONS[dtype] for dtype, _ in weights.most_common() if dtype in PRECISIONS)
+    precision: Precision = next(known, "bf16")
+    runs, stock = config._attn_implementation, build_meta(config, dtype=DTYPES[precision][0])
     attention = runs if runs in get_args(Implementation) and runs != stock.config._attn_implementation else None
     sites = find_sites(stock, attention=recipe.runs_attention or attention)
     adapters = _adapters(model, base, sites)
@@ -162,8 +164,6 @@ def plan_model(
             f"A budget is for LoRA or full fine-tuning, and {type(plain).__name__} is neither.",
             "Pass a recipe instead.",
         )
-    known = (PRECISIONS[dtype] for dtype, _ in weights.most_common() if dtype in PRECISIONS)
-    precision: Precision = next(known, "bf16")
     run = run or Run()
     if run.autocast is not None and precision == "fp32":
         precision = "bf16-mixed" if run.autocast == "bf16" else "fp16-mixed"
