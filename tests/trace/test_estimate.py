@@ -26,10 +26,12 @@ from memopt.trace.fake import make_fake
 from memopt.trace.trace import trace_account
 from memopt.trace.training import Precision, Request, Step, Training
 from memopt.walk.models.build import build_meta
+from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 from tests.factories import tiny_inputs, tiny_model
 from tests.trace.builders import named_config, real_account, sites_of
+from tests.zoo.build import small_config
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -259,6 +261,16 @@ def test_a_linear_to_which_peft_cannot_add_is_named_with_the_remedy() -> None:
     with pytest.raises(ModelError, match="'router': it returns a tuple") as caught:
         trace_account(Step(config, Training(seq=24, train="lora"), find_sites(build_meta(config))))
     assert "--lora-targets down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj;" in caught.value.hint
+
+
+def test_a_linear_of_groups_to_which_peft_cannot_add_is_named() -> None:
+    """DeepSeek V4 multiplies groups of a linear's inputs by parts of its weight."""
+    config, name = small_config("deepseek_v4")
+    config = next(shrunken(config))
+    config.architectures = [name]
+    with pytest.raises(ModelError, match="'o_a_proj': its forward fails on a matrix of inputs") as caught:
+        trace_account(Step(config, Training(seq=24, train="lora"), find_sites(build_meta(config))))
+    assert "o_b_proj" in caught.value.hint
 
 
 def test_linears_that_peft_refuses_are_not_proposed_instead() -> None:

@@ -89,7 +89,8 @@ def _finished(adapted: nn.Module, model: PreTrainedModel, sites: Sites, *, fp32:
 
 
 def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
-    """Raise a ModelError if a linear with an adapter returns more than one tensor, to which PEFT cannot add."""
+    """Raise a ModelError if PEFT cannot add to the output of a linear with an adapter: it returns more than one tensor,
+    or multiplies rows by groups."""
     odd = {}
     for name, module in model.named_modules():
         base = module._modules.get("base_layer")
@@ -97,14 +98,19 @@ def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
             continue
         if type(base.weight) is not nn.Parameter:  # a 4-bit linear of bitsandbytes needs values to run
             continue
-        output = base(base.weight.new_empty(2, base.in_features))
+        last = name.rpartition(".")[2]
+        try:
+            output = base(base.weight.new_empty(2, base.in_features))
+        except RuntimeError:
+            odd[last] = "its forward fails on a matrix of inputs"
+            continue
         if not isinstance(output, Tensor):
-            odd[name.rpartition(".")[2]] = f"it returns a {type(output).__name__}"
+            odd[last] = f"it returns a {type(output).__name__}, not one tensor"
     if odd:
         names = ", ".join(f"'{name}'" for name in odd)
         others = ",".join(name for name in _names(sites) if name not in odd)
         raise ModelError(
-            f"PEFT cannot train the model with an adapter on {names}: {next(iter(odd.values()))}, not one tensor.",
+            f"PEFT cannot train the model with an adapter on {names}: {next(iter(odd.values()))}.",
             f"Leave it out: --lora-targets {others}; in LoraConfig exclude_modules={list(odd)}.",
         )
 
