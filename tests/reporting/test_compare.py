@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -80,6 +81,11 @@ def test_the_summary_line_says_before_after_and_change() -> None:
     gib = 1024
     report = comparison([kept("gate", 26.6 * gib)], [kept("gate", 14.1 * gib)])
     assert summary(report) == "saved for backward: 26.6 GiB -> 14.1 GiB (-47 %)"
+
+
+def test_a_part_that_saved_nothing_before_is_new() -> None:
+    text = printed(comparison([kept("gate", 1)], [kept("gate", 1), kept("other", 1, "", "shared")]))
+    assert re.search(r"held by several blocks +0 +\S+ +new", text)
 
 
 def test_the_tables_fit_80_columns_and_cut_no_name_short() -> None:

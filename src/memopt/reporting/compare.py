@@ -17,7 +17,7 @@ from rich.text import Text
 
 from memopt.patches.capabilities import Reports, Section
 from memopt.patches.registry import having
-from memopt.reporting.text import as_text, line, percent
+from memopt.reporting.text import as_text, changed, line
 from memopt.trace.account import Account, Part, SavedStorage
 from memopt.trace.causes import CAUSES
 from memopt.trace.events import Trace
@@ -234,7 +234,7 @@ def summary(comparison: Comparison) -> str:
 
 
 def _change(what: str, before: int, after: int) -> str:
-    return f"{what}: {_size(before)} -> {_size(after)} ({percent(after / before - 1 if before else 0.0)})"
+    return f"{what}: {_size(before)} -> {_size(after)} ({changed(before, after)})"
 
 
 def _row_table(rows: Sequence[Row], unit: int, *, total: str) -> Table:
@@ -256,10 +256,10 @@ def _part_table(comparison: Comparison) -> Table:
     table = _table("part", numbers=("before MiB", "after MiB", "change"))
     for name, before, after in comparison.parts():
         label = f"{len(comparison.before.blocks)} {name}" if name == "blocks" else name
-        table.add_row(label, _mib(before), _mib(after), percent(after / before - 1 if before else 0.0))
+        table.add_row(label, _mib(before), _mib(after), changed(before, after))
     table.add_section()
     before, after = comparison.before.total, comparison.after.total
-    table.add_row("total", _mib(before), _mib(after), percent(comparison.change), style="bold", end_section=True)
+    table.add_row("total", _mib(before), _mib(after), changed(before, after), style="bold", end_section=True)
     return table
 
 

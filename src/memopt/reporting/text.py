@@ -50,3 +50,8 @@ def as_text(renderables: Iterable[RenderableType]) -> str:
 def percent(change: float) -> str:
     """``-47 %`` for -0.47."""
     return f"{100 * change:+.0f} %" if round(100 * change) else "0 %"
+
+
+def changed(before: int, after: int) -> str:
+    """How `after` differs from `before`, by `percent`; ``new`` if there was nothing before."""
+    return percent(after / before - 1) if before else "new" if after else "0 %"

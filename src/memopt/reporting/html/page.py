@@ -19,6 +19,7 @@ import memopt
 from memopt.errors import printable
 from memopt.reporting.compare import UNSEEN
 from memopt.reporting.html.shapes import Chart, chart_data, drawn_chart, peak_rows, share, ticks
+from memopt.reporting.text import changed
 
 if TYPE_CHECKING:
     from memopt.reporting.compare import BlockKind, Comparison
@@ -105,11 +106,7 @@ def _breakable(name: str) -> str:
 
 
 def _percent(sides: tuple[int, int]) -> str:
-    before, after = sides
-    if not before:
-        return "new" if after else "0 %"
-    change = round(100 * (after / before - 1))
-    return f"{change:+d} %".replace("-", "\N{MINUS SIGN}") if change else "0 %"
+    return changed(*sides).replace("-", "\N{MINUS SIGN}")
 
 
 def _tiles(comparison: Comparison, charts: Sequence[Chart]) -> list[SimpleNamespace]:
