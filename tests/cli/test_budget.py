@@ -43,7 +43,7 @@ def test_the_plan_and_the_next_ones_are_printed(asked: dict[str, Any], capsys: p
     assert main(["report", "MODEL", "--budget", "24GiB", "--seq", "4096", "--train", "lora"]) == 0
     assert capsys.readouterr().out.splitlines()[:4] == [
         "MODEL: batch 1",
-        "Budget 24.00 GiB: fits, 3.50 GiB to spare.",
+        "Budget 24.00 GiB: fits, 3.50 GiB to spare beside a margin of 0.50 GiB.",
         "Plan: 1 block as in 'exact-unfolded', 1 checkpointed: 20.00 GiB, +25.0% time",
         "Next: 2 blocks checkpointed; 4 micro-batches of 2: about 19.00 GiB, +50.0% time",
     ]

@@ -120,7 +120,8 @@ class Choice:
     def lines(self) -> Iterator[str]:
         spare = self.budget - self.margin - self.plan.total
         yield f"{self.model}: {self.training}"
-        yield f"Budget {in_words(self.budget)}: fits, {in_words(spare, self.budget)} to spare."
+        margin = f" beside a margin of {in_words(self.margin, self.budget)}" if self.margin else ""
+        yield f"Budget {in_words(self.budget)}: fits, {in_words(spare, self.budget)} to spare{margin}."
         yield f"Plan: {self.plan}"
         if self.allocator:
             yield f"Allocator: {self.allocator}."
