@@ -117,6 +117,11 @@ def test_what_does_not_fit_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "fits in 100 MiB: the smallest found takes" in error["message"]
 
 
+def test_a_frontier_is_not_cut_at_a_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", "--frontier", "--budget", "8GiB"]) == 2
+    assert "so a size in --budget has no effect. Leave out one of them" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [("--budget", "24GiB"), ("--frontier",)])
 def test_notes_are_of_the_model_and_of_what_in_the_recipe_has_no_effect(
     options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ import typer
 from memopt.cli import common
 from memopt.environment.forks import forking
 from memopt.errors import ModelError, OutputError, UsageError
+from memopt.prediction.cards import find_card
 
 if TYPE_CHECKING:
     from memopt.plan.recipe import Recipe
@@ -77,6 +78,9 @@ class Outputs:
                 raise UsageError("--emit writes the plan of --budget into the folder --out.", hint)
         if self.frontier and self.budget is not None and gpu is not None:
             raise UsageError("--frontier is of one card, and --gpu and --budget both name one.", "Leave out --budget.")
+        if self.frontier and self.budget is not None and not find_card(self.budget).is_named:
+            hint = "Leave out one of them, or name a card, whose rates count."
+            raise UsageError("--frontier has plans of every size, so a size in --budget has no effect.", hint)
         if (self.out is not None or self.allow) and not is_plan:
             raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
 

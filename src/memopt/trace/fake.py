@@ -109,7 +109,7 @@ class Fakes(FakeTensorMode):
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if is_grouped(func, args):
             return grouped_product(*args, **kwargs)
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+        output: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _aten.native_group_norm_backward.default and output[0] is not None:
             # PyTorch's rule gives it the dtype of an fp32 weight beside a 16-bit input, its kernels that of the input.
             output = output[0].to(args[1].dtype), *output[1:]
