@@ -279,6 +279,9 @@ def test_what_is_no_module_is_refused_with_the_module_inside_it() -> None:
     assert caught.value.hint == "Patch the module inside it: memopt.patch(model.body)."
     with pytest.raises(ModelError, match="and dict is none"):
         memopt.patch({})  # type: ignore[type-var]
+    for function in (memopt.unpatch, memopt.summary):
+        with pytest.raises(ModelError, match="and str is none"):
+            function("a model")
 
 
 def test_warnings_of_the_models_code_in_the_walk_are_not_shown() -> None:

@@ -109,7 +109,9 @@ def memory_recipe(recipe: str | Path | Recipe) -> Recipe:
 
 
 def unpatch(model: M) -> M:
-    """Restore the stock forward of every patched module; returns the same object."""
+    """Restore the stock forward of every patched module; returns the same object. Raises a ModelError if it is no torch
+    module."""
+    check_is_module(model)
     undo(model)
     drop_record(model)
     return model
@@ -118,10 +120,11 @@ def unpatch(model: M) -> M:
 def summary(model: nn.Module) -> Summary:
     """Summary of the patches in `model`: the recipe, the action on each site, and refused rewrites; can be printed.
 
-    A wrapper or copy of a patched model has the same summary.
+    A wrapper or copy of a patched model has the same summary. Raises a ModelError if it is no torch module.
     """
     from memopt.reporting.terminal import Summary
 
+    check_is_module(model)
     swapped, others = sum(is_swapped(module) for module in model.modules()), shadowed(model)
     remarks = [
         f"{len(names)} modules were patched, and later got a forward of {owner}, which runs in place of memopt's: "
