@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from memopt.errors import ModelError
 from memopt.reporting.build import compare_training
 from memopt.trace.arguments import example_of
-from memopt.trace.trace import trace_account
+from memopt.trace.trace import trace, trace_account
 from memopt.trace.training import Request, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
@@ -182,3 +182,11 @@ def test_labels_are_found_where_the_forward_reads_its_mask() -> None:
     config.architectures = ["GraniteMoeHybridForCausalLM"]
     sites = find_sites(build_meta(config))
     assert example_of(config, sites, Training(1, 24)).targets.keys() == {"labels"}
+
+
+def test_a_forward_that_converts_a_part_to_the_dtype_that_it_has_runs_again_in_backward() -> None:
+    """The router is converted in every forward; PyTorch would swap its fake weights for others."""
+    config = experts()
+    sites, training = find_sites(build_meta(config)), Training(2, 24, "fp32", checkpointing="full")
+    parts = {event.storage.part for event in trace(Step(config, training, sites)).events}
+    assert "recomputed" in parts

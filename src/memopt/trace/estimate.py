@@ -28,7 +28,7 @@ from memopt.torch_compat import FakeTensor
 from memopt.trace.adapters import add_adapters, add_live_adapters
 from memopt.trace.arguments import DTYPES, Example, example_of, step_arguments
 from memopt.trace.emulate import CudaChoices, has_padding, unpadded_masks
-from memopt.trace.fake import FakeReads, Fakes, FiniteValues, make_fake
+from memopt.trace.fake import FakeReads, Fakes, FiniteValues, conversions_skipped, make_fake
 from memopt.trace.kernels import STAND_INS, attention_traced, notes_of
 from memopt.trace.quantised import Quantisation, quantisation_of, quantise
 from memopt.trace.training import Step, Training
@@ -114,7 +114,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         reads = contextlib.nullcontext() if by_shapes else FakeReads()
         notes.extend(notes_of(model))
         stand_ins = plain_functions(model, STAND_INS)
-        with fake, FiniteValues(), unpadded_masks(), attention_traced(), reads, stand_ins:
+        with fake, FiniteValues(), unpadded_masks(), attention_traced(), reads, stand_ins, conversions_skipped():
             arguments = step_arguments(model, training, source)
             if inputs is None:
                 notes.extend(_sizes(config, arguments, training.image_side))

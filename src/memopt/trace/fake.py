@@ -28,6 +28,7 @@ from memopt.torch_compat import (
 from memopt.trace.emulate import grouped_product, is_grouped
 from memopt.walk.aten.rules import tensors_in
 from memopt.walk.models.build import numbers_in
+from memopt.walk.models.plain import exchanged
 
 
 def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
@@ -65,6 +66,20 @@ def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -
             for name, value in list(table.items()):
                 if isinstance(value, Tensor):
                     table[name] = of(value)
+
+
+def conversions_skipped() -> contextlib.AbstractContextManager[None]:
+    """Inside, `Module.to` changes nothing where all floating tensors are as they shall be. PyTorch would swap fake ones
+    for equal ones, and the graph of a checkpointed forward would lose them."""
+    convert = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        tensors = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+        if tensors and all(each.to(*args, **kwargs) is each for each in tensors):
+            return module
+        return convert(module, *args, **kwargs)
+
+    return exchanged([(nn.Module, "to", to)])
 
 
 class Fakes(FakeTensorMode):
