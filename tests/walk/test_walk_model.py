@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.distributed.expert_parallel import ExpertParallelLayer
 from transformers.distributed.tensor_parallel import TensorParallelLayer
@@ -134,3 +135,17 @@ def test_a_module_with_vectors_that_no_patch_rewrites_is_named_with_a_reason() -
     sites = walk_model(model, {"input": torch.randn(2, 3, 8)})
     assert sites.ran
     assert [name for name, reason in sites.skipped if "its own parameters" in reason] == ["1"]
+
+
+def test_hidden_states_that_hooks_of_transformers_record_are_there_in_the_walk() -> None:
+    """A backbone gets its hooks when it is built."""
+    small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    stages = {"out_features": ["stage1", "stage2"], "reshape_hidden_states": False}
+    config = transformers.DepthAnythingConfig(
+        backbone_config=transformers.Dinov2Config(**small, image_size=56, patch_size=14, **stages),
+        reassemble_hidden_size=32, reassemble_factors=[2, 1], neck_hidden_sizes=[16, 16], fusion_hidden_size=16,
+        head_hidden_size=8,
+    )  # fmt: skip
+    sites = walk_model(transformers.DepthAnythingForDepthEstimation(config))
+    assert sites.ran
+    assert not sites.unseen

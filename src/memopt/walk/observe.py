@@ -122,9 +122,9 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
     for module in clone.modules():
         # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
         for hooks in module_hooks(module):
-            own = {key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils.")}
+            own = {key: hook for key, hook in hooks.items() if hook.__module__.startswith(_NEEDED)}
             hooks.clear()
-            hooks.update(own)  # a weight norm's, or a pruned weight's: they compute it
+            hooks.update(own)
         # Wrappers of trainers and parallel plans may call the live module's forward; accelerate's moves tensors.
         forward = vars(module).get("forward")
         wraps = "_old_forward" in vars(module) or is_parallel_forward(forward)
@@ -141,6 +141,11 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
         sites = find_sites(clone, inputs, attention=attention)
     norms = (replace(n, fold_obstacles=(*n.fold_obstacles, NOT_IN_MEMORY)) for n in sites.norms)
     return replace(sites, norms=tuple(norms))
+
+
+#: Modules whose hooks a forward needs: they compute a normalised or pruned weight, or record hidden states that the
+#: forward reads.
+_NEEDED = ("torch.nn.utils.", "transformers.utils.")
 
 
 @contextlib.contextmanager
