@@ -149,3 +149,10 @@ def test_hidden_states_that_hooks_of_transformers_record_are_there_in_the_walk()
     sites = walk_model(transformers.DepthAnythingForDepthEstimation(config))
     assert sites.ran
     assert not sites.unseen
+
+
+def test_a_hook_that_belongs_to_no_module_is_left_out_of_the_walk() -> None:
+    model, called = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)), list[object]()
+    model[0].register_forward_hook(called.append)  # a method of a built-in object
+    assert walk_model(model, {"input": torch.randn(2, 3, 8)}).ran
+    assert not called

@@ -122,7 +122,7 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
     for module in clone.modules():
         # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
         for hooks in module_hooks(module):
-            own = {key: hook for key, hook in hooks.items() if hook.__module__.startswith(_NEEDED)}
+            own = {key: hook for key, hook in hooks.items() if (hook.__module__ or "").startswith(_NEEDED)}
             hooks.clear()
             hooks.update(own)
         # Wrappers of trainers and parallel plans may call the live module's forward; accelerate's moves tensors.
