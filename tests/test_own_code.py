@@ -211,7 +211,9 @@ def test_a_budget_is_planned_for_the_own_class_of_a_model_in_memory(
     built: list[str] = []
     build = training.build_meta
     monkeypatch.setattr(
-        training, "build_meta", lambda config: built.append(model_class(config).__name__) or build(config)
+        training,
+        "build_meta",
+        lambda config, **given: built.append(model_class(config).__name__) or build(config, **given),
     )
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     memopt.patch(model, budget="1GiB", seq=16)

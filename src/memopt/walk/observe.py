@@ -122,7 +122,7 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
     for module in clone.modules():
         # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
         for hooks in module_hooks(module):
-            own = {key: hook for key, hook in hooks.items() if (hook.__module__ or "").startswith(_NEEDED)}
+            own = {key: hook for key, hook in hooks.items() if _module_of(hook).startswith(_NEEDED)}
             hooks.clear()
             hooks.update(own)
         # Wrappers of trainers and parallel plans may call the live module's forward; accelerate's moves tensors.
@@ -141,6 +141,11 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
         sites = find_sites(clone, inputs, attention=attention)
     norms = (replace(n, fold_obstacles=(*n.fold_obstacles, NOT_IN_MEMORY)) for n in sites.norms)
     return replace(sites, norms=tuple(norms))
+
+
+def _module_of(hook: Any) -> str:
+    """The module of a function or class; empty for a method of a built-in object, and for a hook that is not shown."""
+    return getattr(hook, "__module__", None) or ""
 
 
 #: Modules whose hooks a forward needs: they compute a normalised or pruned weight, or record hidden states that the
