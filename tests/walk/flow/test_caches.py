@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 import memopt
+from memopt.walk.models.config import model_class
 from memopt.walk.observe import walk_model
 from tests.factories import tiny_model
+from tests.zoo.build import Row, config_of, twin_of
 
 IDS = torch.arange(24).view(2, 12) % 50
 
@@ -74,3 +76,15 @@ def test_the_blocks_that_write_are_named_and_left_with_the_reason(make):
 @pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "whisper"])
 def test_a_cache_that_is_written_and_not_read_keeps_no_block(name):
     assert walk_model(tiny_model(name)).read_through_caches == ()
+
+
+def test_a_cache_that_a_model_returns_is_filled_if_transformers_checkpoints_none_of_its_layers():
+    """DiffusionGemma's encoder: its decoder, elsewhere, reads the cache."""
+    config = twin_of(config_of(Row("diffusion_gemma_text"))).config
+    model = model_class(config)(config).train()
+    stock = model(IDS).past_key_values
+    memopt.patch(model, memopt.load_recipe("long-context", ["checkpointing.method=full"]))
+    ours = model(IDS).past_key_values
+    assert len(ours.layers) == len(stock.layers) > 0
+    for mine, its in zip(ours.layers, stock.layers, strict=True):
+        torch.testing.assert_close((mine.keys, mine.values), (its.keys, its.values))

@@ -87,7 +87,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         if rules.is_off:
             return None
         if site in plan.sites.read_through_caches:
-            return LEFT, "another part of the forward reads its keys and values from a cache, where it would leave none"
+            return LEFT, "its keys and values are read from a cache later, where it would leave none"
         counted = [block for block in _eligible(plan) if _is_counted(block, rules)]
         if site not in counted:
             return LEFT, "not among the recipe's checkpointing.blocks"
