@@ -222,7 +222,8 @@ class RunsTwice:
             state.decides |= self._decisions is not None and bool(self._decisions.made)
             if looks or held.has_moved:
                 moved = held.moved()
-                moved += [i for i, was in possible.items() if looks and _has_moved_unseen(was, held.values[i])]
+                if not state.looks:  # once, since each comparison waits for the device
+                    moved += [i for i, was in possible.items() if _has_moved_unseen(was, held.values[i])]
                 state.has_run([held.slots[i] for i in moved], drew_from(self._generators, self._random))
             places = [(id(table), name) for table, name in held.slots]
             self._copies = {i: was for i, was in possible.items() if places[i] in state.moving}
