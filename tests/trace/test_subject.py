@@ -14,7 +14,7 @@ import memopt
 from memopt.pipeline import patch_checkpoint
 from memopt.plan.recipe import load_recipe
 from memopt.trace.subject import chosen_recipe, code_of, step_of
-from memopt.trace.training import Request
+from memopt.trace.training import Precision, Request
 from tests.factories import tiny_model
 
 
@@ -76,9 +76,10 @@ def test_sites_are_those_of_a_model_in_the_dtype_of_the_step(tmp_path: Path) -> 
         architectures=["Sam2HieraDetModel"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+    dtypes: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    for precision, dtype in dtypes.items():
         model = transformers.models.sam2.modeling_sam2.Sam2HieraDetModel(config).to(dtype)
-        sites = step_of(Request(tmp_path, precision=precision)).sites  # type: ignore[arg-type]
+        sites = step_of(Request(tmp_path, precision=precision)).sites
         assert sites.functions == memopt.plan_for(model).sites.functions
         assert bool(sites.functions) == (dtype == torch.bfloat16)
 

@@ -449,6 +449,7 @@ def test_every_change_of_a_buffer_leaves_a_trace(change: str, dtype: Any) -> Non
     module = nn.Module()
     module.register_buffer("seen", torch.zeros(WIDTH, dtype=dtype))
     module.register_buffer("other", torch.full((), torch.nan))
+    module.register_buffer("turns", torch.full((2,), 1j).conj())
     traces = Traces(module)
     assert not traces.found
     with torch.no_grad():

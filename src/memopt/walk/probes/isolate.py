@@ -119,7 +119,7 @@ def _values(tensor: Tensor) -> bytes | None:
     """The values of a plain tensor: its version does not show what is written through ``.data`` or by a batch norm."""
     if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided:
         return None
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _is_same(one: Any, other: Any) -> bool:
