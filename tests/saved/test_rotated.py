@@ -293,18 +293,25 @@ def test_what_did_not_give_the_tensor_is_not_tried_again() -> None:
 
 @pytest.mark.parametrize("is_fake", [False, True])
 @pytest.mark.parametrize(
-    ("cast", "dtype", "is_exact"),
-    [("after", torch.float32, True), ("before", torch.bfloat16, True), ("after", torch.bfloat16, False)],
+    ("cast", "dtype", "keeps_input", "is_exact"),
+    [
+        ("after", torch.float32, False, True),
+        ("before", torch.bfloat16, False, True),
+        ("after", torch.bfloat16, False, False),
+        ("after", torch.bfloat16, True, True),
+    ],
 )
-def test_a_norm_that_rounds_after_its_weight_is_not_recomputed_for_rotations_in_16_bits(
-    cast: Any, dtype: torch.dtype, is_exact: bool, is_fake: bool
+def test_a_norm_that_rounds_after_its_weight_is_recomputed_for_rotations_in_16_bits_from_its_input_alone(
+    cast: Any, dtype: torch.dtype, keeps_input: bool, is_exact: bool, is_fake: bool
 ) -> None:
     """Its x_hat, rounded, gives other bits back; not before the weights are trained, if all are 1."""
     spec, proofs = NormSpec("rms", 1e-6, cast=cast), {}
+
+    def norm(x: Tensor, *given: Any) -> Tensor:
+        return ms_norm(x, *given[:2], spec, dtype, keeps_input=keeps_input)
+
     with FakeTensorMode() if is_fake else nullcontext():
-        model = Attention(
-            lambda x: x * 0.7 + _half(x) * 0.3, dtype, lambda x, *given: ms_norm(x, *given[:2], spec, dtype)
-        )
+        model = Attention(lambda x: x * 0.7 + _half(x) * 0.3, dtype, norm)
         for scale in (1, 1.3):
             with torch.no_grad():
                 model.q_weight.fill_(scale), model.k_weight.fill_(scale)

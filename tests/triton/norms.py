@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -98,8 +99,11 @@ def check_affine(ours, reference, x_hat, weight, bias, spec, terms_of_x_hat=None
     assert_as_good(ours, reference, truth, affine(*terms, spec, torch.float64, torch.float64))
 
 
-def check_backward(dy, x_hat, rstd, weight, spec, needs, x_dtype) -> None:
-    ours = launch_backward(dy, x_hat, rstd, weight, spec.in_dtype(x_dtype), needs)
+def check_backward(dy, x_hat, rstd, weight, spec, needs, x_dtype, of_input: bool = False) -> None:
+    arguments = replace(spec.in_dtype(x_dtype), keeps_input=of_input)
+    ours = launch_backward(dy, x_hat, rstd, weight, arguments, needs)
+    if of_input:  # as exact as x_hat in fp32 gives
+        x_hat = x_hat.to(rstd.dtype) * rstd
     reference = list(norm_backward(dy, x_hat, rstd, weight, spec, needs))
     truth = norm_backward(*double(dy, x_hat, rstd, weight), spec, needs)
     if needs[0]:
@@ -123,7 +127,20 @@ def check(family, cast, dtype, rows: int, hidden: int, shift: float = 0.5) -> No
         recomputed = launch_affine(x_hat, weight, bias, spec.in_dtype(dtype))
         check_affine(recomputed, affine(x_hat, weight, bias, spec, dtype, dtype), x_hat, weight, bias, spec)
     needs = (True, weight is not None, bias is not None)
-    check_backward(draw(rows, hidden, dtype=dtype, seed=3), x_hat, rstd, weight, spec, needs, dtype)
+    dy = draw(rows, hidden, dtype=dtype, seed=3)
+    check_backward(dy, x_hat, rstd, weight, spec, needs, dtype)
+    if spec.kind == "rms" and weight is not None:
+        check_kept_input(dy, x, rstd, weight, spec, needs)
+
+
+def check_kept_input(dy, x, rstd, weight, spec, needs) -> None:
+    """A norm that saves x in the place of x_hat: the same output, to the bit, and gradients of an x_hat in fp32."""
+    arguments = spec.in_dtype(x.dtype)
+    kept = replace(arguments, keeps_input=True)
+    (y, _, _), (same, saved, rstd) = (launch_forward(x, weight, None, each) for each in (arguments, kept))
+    assert torch.equal(y, same)
+    assert saved is x
+    check_backward(dy, x, rstd, weight, spec, needs, x.dtype, of_input=True)
 
 
 def fused(dtype: torch.dtype) -> Tensor:

@@ -206,9 +206,11 @@ def test_results_beyond_2_to_the_31_elements():
     )
     check_and_clear((y, launch_affine(expected[1], weight, bias, spec.in_dtype(x.dtype))))
     norm_backward_triton.norm_backward_kernel[(1,)](
-        *backward, None, None, rows, hidden, 1, *packed, *spread, False, False, ROWS=4, BLOCK=32, STAGES=1
+        *backward, None, None, rows, hidden, 1, *packed, *spread, False, False, False, ROWS=4, BLOCK=32, STAGES=1
     )
     check_and_clear((dx, expected_dx))
-    norm_backward_triton.norm_long_dx_kernel[(rows,)](*backward, hidden, *packed, *spread, False, False, BLOCK=16)
+    norm_backward_triton.norm_long_dx_kernel[(rows,)](
+        *backward, hidden, *packed, *spread, False, False, False, BLOCK=16
+    )
     check_and_clear((dx, expected_dx))
     assert not untouched.any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from memopt.walk.calls.inputs import Call
 from memopt.walk.folds.proof import TOLERANCE, fold_error, prove
@@ -119,3 +120,22 @@ def test_a_model_of_several_text_models_is_as_wide_as_its_norms() -> None:
     model, x = toys.build(toys.Residual)
     model.config = Ambiguous()  # type: ignore[assignment]
     assert find_sites(model, {"x": x}).hidden_size == toys.WIDTH
+
+
+class ChangesInput(nn.Module):
+    """Adds to the input of its first norm in place, to that of its second one not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.linear = nn.RMSNorm(8), nn.RMSNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        y = self.first(x).tanh()
+        x += y
+        return x + self.linear(self.second(x).tanh())
+
+
+def test_a_norm_is_told_whose_input_is_changed_in_place_after_it() -> None:
+    sites = find_sites(ChangesInput(), {"x": torch.randn(2, 3, 8)})
+    assert {norm.name: norm.input_changes for norm in sites.norms} == {"first": True, "second": False}

@@ -6,7 +6,7 @@ One list for those that compile them (tests, table of resources, tuner) or time 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,12 +64,15 @@ class Variant:
 _RMS, _LAYER = NormSpec("rms", 1e-6), NormSpec("layer", 1e-5)
 
 
-def _norm_forward(spec: NormSpec, *, weight: bool, bias: bool, residual: bool = False) -> Callable[[CallShape], Call]:
+def _norm_forward(
+    spec: NormSpec, *, weight: bool, bias: bool, residual: bool = False, keeps_input: bool = False
+) -> Callable[[CallShape], Call]:
     def prepare(shape: CallShape) -> Call:
         x, added = shape.tensor(), shape.tensor() if residual else None
         gamma, beta = shape.vector() if weight else None, shape.vector() if bias else None
         copies = x.new_empty((weight + bias) * x.size(-1)) if weight or bias else None
-        return lambda: norm_triton.launch_forward(x, gamma, beta, spec.in_dtype(x.dtype), added, copies)
+        arguments = replace(spec.in_dtype(x.dtype), keeps_input=keeps_input)
+        return lambda: norm_triton.launch_forward(x, gamma, beta, arguments, added, copies)
 
     return prepare
 
@@ -82,11 +85,13 @@ def _norm_affine(spec: NormSpec, *, bias: bool) -> Callable[[CallShape], Call]:
     return prepare
 
 
-def _norm_backward(spec: NormSpec, *, weight: bool, needs: tuple[bool, bool, bool]) -> Callable[[CallShape], Call]:
+def _norm_backward(
+    spec: NormSpec, *, weight: bool, needs: tuple[bool, bool, bool], keeps_input: bool = False
+) -> Callable[[CallShape], Call]:
     def prepare(shape: CallShape) -> Call:
         dy, x_hat, rstd = shape.tensor(), shape.tensor(), shape.statistics()
         gamma = shape.vector() if weight else None
-        arguments = spec.in_dtype(x_hat.dtype)
+        arguments = replace(spec.in_dtype(x_hat.dtype), keeps_input=keeps_input)
         return lambda: norm_triton.launch_backward(dy, x_hat, rstd, gamma, arguments, needs, x_hat.dtype)
 
     return prepare
@@ -151,6 +156,7 @@ def _loss_backward(*, full: bool) -> Callable[[CallShape], Call]:
 VARIANTS: tuple[Variant, ...] = (
     Variant("norm_forward", "rms", _norm_forward(_RMS, weight=False, bias=False)),
     Variant("norm_forward", "rms, weight", _norm_forward(_RMS, weight=True, bias=False)),
+    Variant("norm_forward", "rms, weight, input", _norm_forward(_RMS, weight=True, bias=False, keeps_input=True)),
     Variant("norm_forward", "layer", _norm_forward(_LAYER, weight=False, bias=False)),
     Variant("norm_forward", "layer, weight, bias", _norm_forward(_LAYER, weight=True, bias=True), heaviest=True),
     Variant(
@@ -160,6 +166,11 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("norm_affine", "layer, weight, bias", _norm_affine(_LAYER, bias=True), heaviest=True),
     Variant("norm_backward", "rms", _norm_backward(_RMS, weight=False, needs=(True, False, False))),
     Variant("norm_backward", "rms, weight", _norm_backward(_RMS, weight=True, needs=(True, True, False))),
+    Variant(
+        "norm_backward",
+        "rms, weight, input",
+        _norm_backward(_RMS, weight=True, needs=(True, True, False), keeps_input=True),
+    ),
     Variant("norm_backward", "layer", _norm_backward(_LAYER, weight=False, needs=(True, False, False))),
     Variant(
         "norm_backward",

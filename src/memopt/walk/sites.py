@@ -109,6 +109,8 @@ class NormSite:
     """Hidden states that a fold would change without changing the function of the model, in plain words."""
     executed: bool = True
     """False when no forward of the walk ran this module."""
+    input_changes: bool = False
+    """Whether a forward of the walk changed the module's input in place after the module ran."""
     intermediates: bool = True
     """Whether the stock module saves more than its inputs for backward; not measured for kinds with a formula."""
     by_rows: bool = False

@@ -275,3 +275,51 @@ def test_the_norm_of_any_sum_has_the_gradients_of_the_norm_of_the_sum_that_was_m
         assert torch.equal(one, two)
         assert torch.equal(one, three)
         assert float((one - four).abs().max()) <= limit
+
+
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("rows", [5, 3000], ids=["at once", "by parts"])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+def test_a_16_bit_norm_that_rounds_after_its_weight_can_save_its_input(dtype, offset, rows, monkeypatch):
+    monkeypatch.setattr("memopt.kernels.base.pieces.LEAST", 48 * 300)
+    x, weight, _, spec = make(("rms", offset, True, False), (rows, 48), dtype)
+    dy = torch.randn(rows, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    y = ms_norm(x, weight, None, spec, dtype, keeps_input=True)
+    node = y.grad_fn
+    assert node.saved_tensors[0].data_ptr() == x.data_ptr()
+    assert torch.equal(node.recomputed.function(*node.saved_tensors), y)
+    assert torch.equal(y, ms_norm(x, weight, None, spec, dtype))
+    ours = torch.autograd.grad(y, (x, weight), dy)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    truth = torch.autograd.grad(plain(exact[0], exact[1], None, spec), exact, dy.double())
+    for mine, right, count in zip(ours, truth, (48, rows), strict=True):
+        # One rounding of the result, and fp32's of sums of `count` products.
+        bound = torch.finfo(dtype).eps / 2 * right.abs() + count * torch.finfo(torch.float32).eps * right.abs().max()
+        assert ((mine.double() - right).abs() <= bound + torch.finfo(dtype).tiny).all()
+
+
+def larger(x: Tensor) -> Tensor:
+    return torch.cat((x, x), -1)[..., : x.size(-1)]
+
+
+@pytest.mark.parametrize(
+    ("family", "cast", "dtype", "given"),
+    [
+        (("rms", 0, True, False), "after", torch.float32, {}),
+        (("rms", 0, True, False), "before", torch.bfloat16, {}),
+        (("layer", 0, True, False), "after", torch.bfloat16, {}),
+        (("rms", 0, False, False), "after", torch.bfloat16, {}),
+        (("rms", 0, True, False), "after", torch.bfloat16, {"of": larger}),
+        (("rms", 0, True, False), "after", torch.bfloat16, {"residual": torch.ones(5, 48, dtype=torch.bfloat16)}),
+        (("rms", 0, True, False), "after", torch.float32, {"kept_dtype": torch.bfloat16}),
+    ],
+    ids=["fp32", "rounds before", "layer norm", "no weight", "a part of a tensor", "a sum", "fp32 input"],
+)
+def test_other_norms_save_x_hat(family, cast, dtype, given):
+    x, weight, bias, spec = make(family, (5, 48), dtype, cast)
+    x = given.pop("of", lambda x: x)(x) if "of" in given else x
+    y = ms_norm(x, weight, bias, spec, dtype, keeps_input=True, **given)
+    assert y.grad_fn.saved_tensors[0].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()

@@ -17,7 +17,7 @@ from torch import Tensor
 from memopt.kernels.base.launch import LaunchConfig, launch_config
 from memopt.kernels.base.rows import Rows, laid_out_like, rows_of
 from memopt.kernels.base.tiles_triton import in_rows, offsets, on_device_of, read, write
-from memopt.kernels.norm.reference import NormArguments, NormSpec
+from memopt.kernels.norm.reference import NormArguments
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -75,23 +75,23 @@ def launch_backward(
     with on_device_of(x_hat):
         if at_once:
             pipelined = any(needs[1:]) and held <= _TWO_SUMS and held * x_hat.element_size() >= _PIPELINED
-            return _walked(dy, x_hat, rstd, weight, dx, layout, spec, needs, config, 1 + pipelined, dtype)
+            return _walked(dy, x_hat, rstd, weight, dx, layout, arguments, needs, config, 1 + pipelined, dtype)
         block = min(config.block, _TWO_SUMS)
         if dx is not None:
             norm_long_dx_kernel[(layout.count,)](
                 dy, x_hat, rstd, weight, dx, hidden, *_rows(dy).arguments, *layout.arguments,
-                RMS=spec.kind == "rms", OFFSET=spec.offset == 1, BLOCK=block,
+                RMS=spec.kind == "rms", INPUT=arguments.keeps_input, OFFSET=spec.offset == 1, BLOCK=block,
                 num_warps=config.num_warps, enable_fp_fusion=True,
             )  # fmt: skip
         # As many elements, but more rows: sums over rows want few columns.
         columns = max(block // 8, 16)
         config = replace(config, rows=config.rows * block // columns, block=columns)
-        return dx, *_walked(dy, x_hat, rstd, None, None, layout, spec, needs, config, 1, dtype)[1:]
+        return dx, *_walked(dy, x_hat, rstd, None, None, layout, arguments, needs, config, 1, dtype)[1:]
 
 
 def _walked(
-    dy: Tensor, x_hat: Tensor, rstd: Tensor, weight: Tensor | None, dx: Tensor | None, layout: Rows, spec: NormSpec,
-    needs: tuple[bool, bool, bool], config: LaunchConfig, stages: int, dtype: torch.dtype,
+    dy: Tensor, x_hat: Tensor, rstd: Tensor, weight: Tensor | None, dx: Tensor | None, layout: Rows,
+    arguments: NormArguments, needs: tuple[bool, bool, bool], config: LaunchConfig, stages: int, dtype: torch.dtype,
 ) -> Gradients:  # fmt: skip
     """dx and the sums; if dx is None only the sums, by blocks of columns."""
     hidden, tiles, sums = x_hat.size(-1), triton.cdiv(layout.count, config.rows), any(needs[1:])
@@ -104,7 +104,8 @@ def _walked(
     dweight, dbias = (rstd.new_empty(programs, hidden) if need else None for need in needs[1:])
     norm_backward_kernel[(programs, columns)](
         dy, x_hat, rstd, weight, dx, dweight, dbias, layout.count, hidden, steps,
-        *_rows(dy).arguments, *layout.arguments, RMS=spec.kind == "rms", OFFSET=spec.offset == 1,
+        *_rows(dy).arguments, *layout.arguments, RMS=arguments.spec.kind == "rms", INPUT=arguments.keeps_input,
+        OFFSET=arguments.spec.offset == 1,
         ROWS=config.rows, BLOCK=config.block, STAGES=stages, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
     return dx, *_sums(dweight, dbias, dtype)
@@ -116,10 +117,11 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
     count, hidden, steps,
     dy_n1, dy_n2, dy_s0, dy_s1, dy_s2,
     x_n1, x_n2, x_s0, x_s1, x_s2,
-    RMS: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    RMS: tl.constexpr, INPUT: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program walks over `steps` tiles of whole rows, or without dx of a block of columns. Pointers of what is not
-    wanted are None."""
+    wanted are None. With INPUT, the tensor in the place of x_hat is x."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     if dx_ptr is None:
@@ -140,8 +142,13 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
         if dx_ptr is not None or dweight_ptr is not None:
             place = offsets(row, col, x_n1, x_n2, x_s0, x_s1, x_s2, False)
             x_hat = read(x_hat_ptr, place, inside, False)
+            if INPUT:
+                rstd = tl.load(rstd_ptr + row, mask=row < count, other=0.0)
         if dweight_ptr is not None:
-            dweight += dy * x_hat
+            if INPUT:
+                dweight += (dy * rstd) * x_hat
+            else:
+                dweight += dy * x_hat
         if dx_ptr is not None:
             g = dy
             if weight_ptr is not None:
@@ -151,13 +158,16 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
                 g = dy * scale
             # Both means and rstd ahead of their first use: registers do not hold g and the difference at a time.
             # Without sums there are enough of them, and one less for rstd lets another program in.
-            if dweight_ptr is not None:
+            if dweight_ptr is not None and not INPUT:
                 rstd = tl.load(rstd_ptr + row, mask=row < count, other=0.0)
             mean_g = (tl.sum(g, axis=1) / hidden)[:, None]
-            inner = g - x_hat * (tl.sum(g * x_hat, axis=1) / hidden)[:, None]
+            mean_gx = (tl.sum(g * x_hat, axis=1) / hidden)[:, None]
+            if INPUT:
+                mean_gx *= rstd * rstd
+            inner = g - x_hat * mean_gx
             if not RMS:
                 inner -= mean_g
-            if dweight_ptr is None:
+            if dweight_ptr is None and not INPUT:
                 rstd = tl.load(rstd_ptr + row, mask=row < count, other=0.0)
             write(dx_ptr, place, rstd * inner, inside, False)
     partial = program * hidden + column
@@ -194,9 +204,9 @@ def norm_long_dx_kernel(  # type: ignore[no-untyped-def]
     hidden,
     dy_n1, dy_n2, dy_s0, dy_s1, dy_s2,
     x_n1, x_n2, x_s0, x_s1, x_s2,
-    RMS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    RMS: tl.constexpr, INPUT: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row in two passes: the row's two means, then dx."""
+    """One row in two passes: the row's two means, then dx. With INPUT, the tensor in the place of x_hat is x."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     dy_row = offsets(row, 0, dy_n1, dy_n2, dy_s0, dy_s1, dy_s2, False)
@@ -212,6 +222,8 @@ def norm_long_dx_kernel(  # type: ignore[no-untyped-def]
     mean_gx = tl.sum(sum_gx, axis=0) / hidden
     mean_g = tl.sum(sum_g, axis=0) / hidden
     rstd = tl.load(rstd_ptr + row)
+    if INPUT:  # twice the factor that makes x_hat of x
+        mean_gx *= rstd * rstd
     for start in range(0, hidden, BLOCK):
         col = start + lane
         g = scaled_gradient(dy_ptr + dy_row, weight_ptr, col, hidden, OFFSET)

@@ -33,8 +33,8 @@ def launch_forward(
     """y and x_hat (both (..., hidden), in the dtypes of `arguments`) and rstd (fp32, (..., 1)).
 
     With a residual, which has the shape and dtype of x, this is the norm of x + residual, with PyTorch's rounding of
-    the sum. y is None if the output is x_hat. Kind "rms" keeps the strides of x if x has no gaps, kind "layer" is
-    contiguous.
+    the sum. y is None if the output is x_hat; x_hat is x, and not written, if `arguments` say so. Kind "rms" keeps the
+    strides of x if x has no gaps, kind "layer" is contiguous.
 
     Moves x in, x_hat and y out, which is the floor: per element 6 bytes in 16-bit with an affine, 4 without one, 12 and
     8 in fp32; 4 more per row. A residual adds 2 and 4; writing the sum and reading it again would take 6 and 12. Rows
@@ -43,11 +43,15 @@ def launch_forward(
     """
     has_output = weight is not None or bias is not None or arguments.casts
     kept_dtype, rms = arguments.kept_dtype, arguments.spec.kind == "rms"
-    x_hat = torch.empty_like(x, dtype=kept_dtype) if rms else x.new_empty(x.shape, dtype=kept_dtype)
+    if arguments.keeps_input:
+        x_hat = x
+    else:
+        x_hat = torch.empty_like(x, dtype=kept_dtype) if rms else x.new_empty(x.shape, dtype=kept_dtype)
     source, target = rows_of(x), rows_of(x_hat)
     if source is None or target is None:
         y, packed, rstd = launch_forward(x.contiguous(), weight, bias, arguments, residual, copies)
-        return None if y is None else laid_out_like(x_hat, y), laid_out_like(x_hat, packed), rstd
+        kept = x if arguments.keeps_input else laid_out_like(x_hat, packed)
+        return None if y is None else laid_out_like(x_hat, y), kept, rstd
     y = torch.empty_like(x_hat, dtype=arguments.dtype) if has_output else None
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if not x.numel():
@@ -57,7 +61,8 @@ def launch_forward(
     residual = None if residual is None else in_rows(residual)
     added = source if residual is None else rows_of(residual)
     assert added is not None
-    tensors = (x, residual, _dense(weight), _dense(bias), y, x_hat, rstd, copies)
+    written = None if arguments.keeps_input else x_hat
+    tensors = (x, residual, _dense(weight), _dense(bias), y, written, rstd, copies)
     sizes = (source.count, hidden, arguments.spec.eps_in(x.dtype))
     strides = (*source.arguments, *added.arguments, *target.arguments)
     constants = _affine_options(weight, bias, arguments) | {"RMS": rms}
@@ -124,11 +129,14 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)[:, None]
     x_hat = x * rstd
     out = offsets(row, col, y_n1, y_n2, y_s0, y_s1, y_s2, False)
-    write(x_hat_ptr, out, x_hat, inside, False)
-    tl.store(rstd_ptr + row, rstd, mask=row < count)
+    if x_hat_ptr is not None:
+        write(x_hat_ptr, out, x_hat, inside, False)
+        tl.store(rstd_ptr + row, rstd, mask=row < count)
     if y_ptr is not None:
         y = scaled_and_shifted(x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET, X_HAT, SCALE, PRODUCT, SUM)
         write(y_ptr, out, y, inside, False)
+    if x_hat_ptr is None:
+        tl.store(rstd_ptr + row, rstd, mask=row < count)
     if copies_ptr is not None:
         copy_affine(weight_ptr, bias_ptr, copies_ptr, tl.arange(0, BLOCK), hidden)
 
@@ -177,7 +185,8 @@ def norm_long_forward_kernel(  # type: ignore[no-untyped-def]
         col = start + lane
         inside = col < hidden
         x_hat = (read_sum(x_ptr, residual_ptr, x_row + col, r_row + col, inside) - mean) * rstd
-        write(x_hat_ptr, y_row + col, x_hat, inside, False)
+        if x_hat_ptr is not None:
+            write(x_hat_ptr, y_row + col, x_hat, inside, False)
         if y_ptr is not None:
             y = scaled_and_shifted(x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET, X_HAT, SCALE, PRODUCT, SUM)
             write(y_ptr, y_row + col, y, inside, False)

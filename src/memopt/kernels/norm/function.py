@@ -1,9 +1,9 @@
 """MS-LayerNorm and MS-RMSNorm: norms whose backward uses their normalised output, with or without an affine.
 
-Saved for backward: x_hat in the compute dtype, rstd (fp32, one per row) and a copy of the affine (one row); never the
+Saved for backward: x_hat in the compute dtype, rstd (fp32, one per row) and a copy of the affine (one row), not the
 input. An input that is a sum need not even be stored. Without an affine y is x_hat, and the next linear saves the same
 storage. With an affine, y is recomputed from x_hat, weight and bias: readers of y save these, or a handle inside a
-`memopt.saved.RecomputeScope`.
+`memopt.saved.RecomputeScope`. Where that would round y anew, the input may be saved in the place of x_hat.
 
 The formulas are in `memopt.kernels.norm.reference`, the Triton kernels in `*_triton`, the choice between them in `ops`.
 
@@ -38,6 +38,7 @@ def ms_norm(
     kept_dtype: torch.dtype | None = None,
     shares: bool = False,
     residual: Tensor | None = None,
+    keeps_input: bool = False,
 ) -> Tensor:
     """Norm over the last dimension that keeps x_hat and rstd for backward.
 
@@ -50,6 +51,9 @@ def ms_norm(
         shares: whether linears read the result and share a cast of it to `kept_dtype`.
         residual: of the shape and dtype of `x`. The norm is computed of ``x + residual``, with the rounding of that
             sum; Triton kernels do not store the sum.
+        keeps_input: save `x` in the place of x_hat if that takes no more bytes and the output, recomputed from x_hat,
+            would be rounded otherwise than in the forward: a 16-bit RMS norm that rounds after its weight. `x` must not
+            be changed in place afterwards.
 
     Returns:
         y: (..., hidden) in `dtype`.
@@ -66,13 +70,15 @@ def ms_norm(
         return y
     kept_dtype = kept_dtype if shares or not bare else dtype
     arguments, recompute, narrow = _plan(spec, x.dtype, dtype, kept_dtype)
+    if keeps_input and arguments.rounds_anew and residual is None and _may_be_kept(x, weight, arguments):
+        arguments, recompute, narrow = _plan(spec, x.dtype, dtype, kept_dtype, True)
     saved: list[Any] = []
     y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
     x_hat, scale, shift, recomputed = saved
     if arguments.casts or not bare:
         cast = narrow if shares and dtype is not kept_dtype else None
         recomputed.function = recompute
-        attach_spec(y, (x_hat, scale, shift), recomputed, are_private=True, narrow=cast)
+        attach_spec(y, (x_hat, scale, shift), recomputed, are_private=not arguments.keeps_input, narrow=cast)
     elif not y.is_contiguous():  # a linear would save its rows as a copy, beside the x_hat that the norm saves
         recomputed.function = lambda x_hat: x_hat
         attach_spec(y, (y.detach(),), recomputed)
@@ -81,15 +87,21 @@ def ms_norm(
 
 @functools.lru_cache(maxsize=256)
 def _plan(
-    spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype, kept_dtype: torch.dtype
+    spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype, kept_dtype: torch.dtype, keeps_input: bool = False
 ) -> tuple[NormArguments, Recompute, Recompute]:
     """A norm's arguments beside its tensors, and functions that recompute its output in `dtype` and in `kept_dtype`."""
 
     def recompute(arguments: NormArguments) -> Recompute:
         return lambda x_hat, scale, shift, *_: norm_ops.recompute_output(x_hat, *_rows(scale, shift), arguments)
 
-    arguments = NormArguments(spec, x_dtype, dtype, kept_dtype)
+    arguments = NormArguments(spec, x_dtype, dtype, kept_dtype, keeps_input)
     return arguments, recompute(arguments), recompute(replace(arguments, dtype=kept_dtype))
+
+
+def _may_be_kept(x: Tensor, weight: Tensor | None, arguments: NormArguments) -> bool:
+    """Whether x has the bytes of x_hat and is no part of a larger tensor."""
+    is_alike = weight is not None and arguments.spec.kind == "rms" and x.dtype is arguments.kept_dtype
+    return is_alike and x.untyped_storage().nbytes() == x.nbytes
 
 
 def _room(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:

@@ -29,7 +29,7 @@ def forward(
     residual: Tensor | None = None,
     copies: Tensor | None = None,
 ) -> Norm:
-    """y, x_hat (in the dtypes of `arguments`) and rstd. y is None if the output is x_hat.
+    """y, x_hat (in the dtypes of `arguments`; x itself if they say so) and rstd. y is None if the output is x_hat.
 
     With a residual, of the shape and dtype of x, this is the norm of x + residual. `copies`, contiguous, is filled with
     weight or bias (hidden,), or with both (2, hidden).
@@ -56,7 +56,7 @@ def forward(
     exact, rstd = normalize(x, arguments.spec)
     has_output = weight is not None or bias is not None or arguments.casts
     y = _affine(exact, weight, bias, arguments) if has_output else None
-    return y, exact.to(arguments.kept_dtype), rstd
+    return y, x if arguments.keeps_input else exact.to(arguments.kept_dtype), rstd
 
 
 _kernels = imported_once("memopt.kernels.norm.forward_triton")
@@ -77,7 +77,7 @@ def _forward_by_parts(
 ) -> Norm:
     has_output = weight is not None or bias is not None or arguments.casts
     y = x.new_empty(x.shape, dtype=arguments.dtype) if has_output else None
-    x_hat = x.new_empty(x.shape, dtype=arguments.kept_dtype)
+    x_hat = None if arguments.keeps_input else x.new_empty(x.shape, dtype=arguments.kept_dtype)
     rstd = _fake_rstd(x)
     results = [None if tensor is None else tensor.view(-1, tensor.size(-1)) for tensor in (y, x_hat, rstd)]
     flat, other = x.view(-1, x.size(-1)), None if residual is None else residual.view(-1, x.size(-1))
@@ -88,16 +88,20 @@ def _forward_by_parts(
                 result[part] = each
         del made, each  # before the next part is computed
     # Return aliases with version 0: a tensor that counts as changed in place would not be recomputed.
-    return None if y is None else y.data, x_hat.data, rstd.data
+    return None if y is None else y.data, x if x_hat is None else x_hat.data, rstd.data
 
 
 def recompute_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
-    """y from the saved x_hat."""
+    """y from the saved x_hat, or from x in its place."""
+    if arguments.keeps_input:
+        y, *_ = forward(x_hat, weight, bias, arguments)
+        assert y is not None
+        return y
     if weight is None and bias is None and not arguments.casts:
         return x_hat
     if runs_triton(x_hat, weight, bias):
-        y: Tensor = _kernels().launch_affine(x_hat, weight, bias, arguments)
-        return y
+        made: Tensor = _kernels().launch_affine(x_hat, weight, bias, arguments)
+        return made
     return _affine(x_hat, weight, bias, arguments)
 
 
@@ -117,7 +121,7 @@ def backward(
         return gradients
     rows = _parts(dy, x_hat)
     if rows is None:
-        dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs)
+        dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs, arguments.keeps_input)
         return (None if dx is None else dx.to(arguments.x_dtype)), dweight, dbias
     whole = dy.new_empty(dy.shape, dtype=arguments.x_dtype) if needs[0] else None
     if skips_pieces(dy):  # as with Triton kernels, nothing else is allocated
@@ -127,7 +131,7 @@ def backward(
     flat = [tensor.view(-1, tensor.size(-1)) for tensor in (dy, x_hat, rstd)]
     for part in slices(flat[0], rows):
         here, its_x_hat, its_rstd = (tensor[part] for tensor in flat)
-        dx, *of_rows = norm_backward(here, its_x_hat, its_rstd, weight, arguments.spec, needs)
+        dx, *of_rows = norm_backward(here, its_x_hat, its_rstd, weight, arguments.spec, needs, arguments.keeps_input)
         if whole is not None and dx is not None:
             whole.view(-1, whole.size(-1))[part] = dx
         sums = [

@@ -54,6 +54,8 @@ class NormArguments:
     """Dtype of the output."""
     kept_dtype: torch.dtype
     """Dtype of the saved x_hat."""
+    keeps_input: bool = False
+    """Whether x is saved, in the same dtype, in the place of x_hat; for kind "rms" with an affine."""
 
     casts: bool = field(init=False)
     """Whether the output is another tensor than x_hat even without weight and bias."""
@@ -64,7 +66,8 @@ class NormArguments:
     def __post_init__(self) -> None:
         object.__setattr__(self, "casts", self.dtype is not self.kept_dtype)
         scaled = self.x_dtype if self.spec.cast == "before" else accumulation_dtype(self.x_dtype)
-        object.__setattr__(self, "rounds_anew", torch.promote_types(self.kept_dtype, scaled) != self.kept_dtype)
+        is_rounded = torch.promote_types(self.kept_dtype, scaled) != self.kept_dtype
+        object.__setattr__(self, "rounds_anew", is_rounded and not self.keeps_input)
 
 
 def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
@@ -111,10 +114,19 @@ def affine(
 
 
 def norm_backward(
-    dy: Tensor, x_hat: Tensor, rstd: Tensor, weight: Tensor | None, spec: NormSpec, needs: tuple[bool, bool, bool]
+    dy: Tensor,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    spec: NormSpec,
+    needs: tuple[bool, bool, bool],
+    of_input: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx (..., hidden), dweight (hidden,), dbias (hidden,) in the accumulation dtype; None if not needed."""
+    """dx (..., hidden), dweight (hidden,), dbias (hidden,) in the accumulation dtype; None if not needed. With
+    `of_input`, `x_hat` is x."""
     dy, x_hat = dy.to(rstd.dtype), x_hat.to(rstd.dtype)
+    if of_input:
+        x_hat = x_hat * rstd
     dx = dweight = dbias = None
     if needs[0]:
         g = dy

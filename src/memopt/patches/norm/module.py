@@ -46,6 +46,9 @@ class NormRewrite(Rewrite):
     bias: str | None
     only_linears_read: bool
     """All readers that the walk saw are linears: under autocast they share one cast of the output."""
+    keeps_input: bool
+    """The input stays as it is, and more is computed of the output than products of linears, for which it may be needed
+    to the bit: the input may be saved in the place of x_hat."""
     frozen: Frozen = ()
     dtypes: dict[object, torch.dtype | None] = field(default_factory=dict, compare=False, repr=False)
     """(dtypes of the tensors and of autocast, is CUDA) -> dtype of the stock module's output, None if it raises."""
@@ -68,7 +71,9 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
     _prove(module, spec, weight, bias, site.hidden_size or _ANY_WIDTH)
     only_linears = bool(site.consumers) and not site.reaches
     with freezing(module, site if folded else None) as frozen:
-        rewrite = NormRewrite(spec, weight, bias, only_linears, frozen)
+        reads_x_hat = only_linears and all(consumer.same_storage for consumer in site.consumers)
+        keeps_input = site.executed and not site.input_changes and not reads_x_hat
+        rewrite = NormRewrite(spec, weight, bias, only_linears, keeps_input, frozen)
         swap_forward(module, _forward, rewrite, _reads(module, rewrite, site.hidden_size or _ANY_WIDTH))
 
 
@@ -89,7 +94,7 @@ def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     if call is None:
         y: Tensor = module(a + b)
         return y
-    return ms_norm(a, *call, b)
+    return ms_norm(a, *call, residual=b)
 
 
 def _are_alike(a: Tensor, b: Tensor) -> bool:
@@ -101,7 +106,9 @@ def _forward(
 ) -> Tensor:
     given = (*args, *kwargs.values())
     call = _call(rewrite, module, *given) if len(given) == 1 and not steps_aside() else None
-    return stock(module, *args, **kwargs) if call is None else ms_norm(given[0], *call)
+    if call is None:
+        return stock(module, *args, **kwargs)
+    return ms_norm(given[0], *call, keeps_input=rewrite.keeps_input)
 
 
 _Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype, bool]

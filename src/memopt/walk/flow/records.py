@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from memopt.walk.aten.contractions import Reading
 from memopt.walk.probes.probe import NormProbe
@@ -53,3 +54,12 @@ class NormRecord:
     """Why a call shows that it is not the norm that the probe found; None where every call agrees."""
     reaches: dict[Reach, None] = field(default_factory=dict)
     storages: set[int] = field(default_factory=set)
+    inputs: list[tuple[Tensor, int]] = field(default_factory=list)
+    """The inputs of the forward that is running, with their versions."""
+    input_changes: bool = False
+    """Whether a forward changed an input in place after the norm ran."""
+
+    def ends(self) -> None:
+        """Called at the end of a forward."""
+        self.input_changes |= any(tensor._version != version for tensor, version in self.inputs)
+        self.inputs.clear()

@@ -74,6 +74,8 @@ class ShadowMode(TorchDispatchMode):
                     self.labels.outputs(output, of_the_model=not call.target)
         finally:
             self._pending = self._call = None
+            for record in self.norms.values():
+                record.ends()
         return output
 
     def forget(self) -> None:
@@ -158,6 +160,7 @@ class ShadowMode(TorchDispatchMode):
                 if self.labels is not None:
                     self.labels.norm(name, output)
                 return
+            record.inputs += [(tensor, tensor._version) for tensor in inputs]
             width = output.shape[-1]
             if record.base < 0:
                 record.base, record.width = self._next_id, width

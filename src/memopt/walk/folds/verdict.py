@@ -54,6 +54,7 @@ def _judged(mode: ShadowMode, record: NormRecord, readers: list[_Weight], loss_h
         site,
         consumers=tuple(weight.consumer(record, readers) for weight in readers),
         reaches=tuple(record.reaches),
+        input_changes=record.input_changes,
         fold_obstacles=tuple(dict.fromkeys(_obstacles(mode, record, readers))),
         cautions=tuple(_cautions(record, readers, loss_head)),
     )
