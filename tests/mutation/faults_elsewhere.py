@@ -190,7 +190,7 @@ ELSEWHERE: tuple[Fault, ...] = (
     ),
     Fault(
         "checkpointed block: another part of the forward reads its keys from a cache",
-        "    return [block for block in plan.sites.blocks if block not in plan.sites.read_through_caches]",
+        "    return [block for block in plan.sites.blocks if block not in once]",
         "    return [*plan.sites.blocks]",
         ("tests/walk/flow/test_caches.py",),
     ),

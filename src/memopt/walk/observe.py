@@ -219,7 +219,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
         chained=tuple(name for name in observed.chained if name not in known),
         loss_heads=tuple(heads),
         blocks=blocks,
-        read_through_caches=observed.caches.of(blocks),
+        run_once=tuple(_run_once(observed, blocks)),
         hidden_size=_hidden_size(config, norms),
         skipped=tuple(skipped.items()),
         notes=tuple(_notes(observed, norms, unknown)),
@@ -227,6 +227,16 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
         traces=tuple(observed.traces),
     )
     return with_brought_sites(model, sites)
+
+
+def _run_once(observed: Observed, blocks: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(block, reason) of the `blocks` whose second run would find other arguments, or leave no states in a cache."""
+    read = observed.caches.of(blocks)
+    for block in blocks:
+        if block in read:
+            yield block, "its keys and values are read from a cache later, where it would leave none"
+        elif block in observed.mode.overwritten:
+            yield block, "an argument of it is changed in place, which a second run would find changed"
 
 
 def _calls_ctc_loss(model: nn.Module) -> bool:

@@ -302,8 +302,8 @@ class Sites:
     loss_heads: tuple[LossHead, ...] = ()
     blocks: tuple[str, ...] = ()
     """Names of the repeated blocks, in order of execution."""
-    read_through_caches: tuple[str, ...] = ()
-    """Names of the blocks whose keys and values another part of the same forward reads from a cache."""
+    run_once: tuple[tuple[str, str], ...] = ()
+    """(block, reason) of blocks whose forward may not run again in backward."""
     hidden_size: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
     """(module, reason) of modules that look like a norm but are not one that can be rewritten."""

@@ -67,7 +67,7 @@ def test_gradients_are_the_stock_models(make, recipe):
 def test_the_blocks_that_write_are_named_and_left_with_the_reason(make):
     model = make()
     written = tuple(f"first.layers.{place}" for place in range(2))
-    assert walk_model(model, {"ids": IDS}).read_through_caches == written
+    assert tuple(block for block, _ in walk_model(model, {"ids": IDS}).run_once) == written
     memopt.patch(model, memopt.load_recipe("exact-levels", ["checkpointing.method=full"]), inputs={"ids": IDS})
     entries = {each.site: each for each in memopt.summary(model).plan.entries if each.kind == "checkpointing"}
     assert {name for name, each in entries.items() if "from a cache" in each.reason} == {*written}
@@ -75,7 +75,7 @@ def test_the_blocks_that_write_are_named_and_left_with_the_reason(make):
 
 @pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "whisper"])
 def test_a_cache_that_is_written_and_not_read_keeps_no_block(name):
-    assert walk_model(tiny_model(name)).read_through_caches == ()
+    assert walk_model(tiny_model(name)).run_once == ()
 
 
 def test_a_cache_that_a_model_returns_is_filled_if_transformers_checkpoints_none_of_its_layers():

@@ -86,8 +86,8 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         rules = plan.recipe.rules(CheckpointingRules)
         if rules.is_off:
             return None
-        if site in plan.sites.read_through_caches:
-            return LEFT, "its keys and values are read from a cache later, where it would leave none"
+        if reason := dict(plan.sites.run_once).get(site):
+            return LEFT, reason
         counted = [block for block in _eligible(plan) if _is_counted(block, rules)]
         if site not in counted:
             return LEFT, "not among the recipe's checkpointing.blocks"
@@ -191,7 +191,8 @@ def _is_among(block: str, names: str | tuple[str, ...]) -> bool:
 
 
 def _eligible(plan: PlanView) -> list[str]:
-    return [block for block in plan.sites.blocks if block not in plan.sites.read_through_caches]
+    once = dict(plan.sites.run_once)
+    return [block for block in plan.sites.blocks if block not in once]
 
 
 def _is_counted(block: str, rules: CheckpointingRules) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from memopt.recompute.versions import versions_of
 from memopt.walk.aten.contractions import Reading
 from memopt.walk.probes.probe import NormProbe
 from memopt.walk.sites import Reach
@@ -61,5 +62,5 @@ class NormRecord:
 
     def ends(self) -> None:
         """Called at the end of a forward."""
-        self.input_changes |= any(tensor._version != version for tensor, version in self.inputs)
+        self.input_changes |= any(versions_of([tensor]) != [version] for tensor, version in self.inputs)
         self.inputs.clear()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.recompute.versions import versions_of
 from memopt.torch_compat import TorchDispatchMode, no_dispatch, operator_name
 from memopt.walk.aten.contractions import Contraction, computed_weight, read, recognise
 from memopt.walk.aten.ops import MOVEMENT, NO_USE
@@ -45,7 +46,11 @@ class ShadowMode(TorchDispatchMode):
         self._float64 = float64
         self._modules = dict(model.named_modules())
         self._shadows: dict[int, tuple[Tensor, Shadow]] = {}
+        self.overwritten: set[str] = set()
+        """Modules of which an argument is changed in place, by themselves or later, in train mode."""
         self._stack: list[str] = []
+        self._given: list[tuple[str, list[Tensor], list[int]]] = []
+        """Modules that ran in train mode, their arguments that are tensors, and the versions of these at that time."""
         self._products: dict[str, int] = {}
         """Running module -> how many products had been recorded when it began."""
         self._call: Call | None = None
@@ -76,6 +81,8 @@ class ShadowMode(TorchDispatchMode):
             self._pending = self._call = None
             for record in self.norms.values():
                 record.ends()
+            self.overwritten.update(name for name, given, versions in self._given if versions_of(given) != versions)
+            self._given.clear()
         return output
 
     def forget(self) -> None:
@@ -101,7 +108,7 @@ class ShadowMode(TorchDispatchMode):
         activations = self.labels.activations_by_module if self.labels is not None else {}
         with contextlib.ExitStack() as hooks:
             for name, module in self._modules.items():
-                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
                 if name in self.norms:
                     hooks.enter_context(module.register_forward_hook(partial(self._tag, name), with_kwargs=True))
                 elif name in activations:
@@ -110,10 +117,13 @@ class ShadowMode(TorchDispatchMode):
             hooks.enter_context(watched_reads(self._python_read))
             yield
 
-    def _enter(self, name: str, *_: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._call is None:
             return  # a trial call, which is not observed
         self._stack.append(name)
+        if module.training:
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            self._given.append((name, given, versions_of(given)))
         if self.labels is not None:
             self._products[name] = self.labels.products
         self.visited.setdefault(name)
@@ -160,7 +170,7 @@ class ShadowMode(TorchDispatchMode):
                 if self.labels is not None:
                     self.labels.norm(name, output)
                 return
-            record.inputs += [(tensor, tensor._version) for tensor in inputs]
+            record.inputs += zip(inputs, versions_of(inputs), strict=True)
             width = output.shape[-1]
             if record.base < 0:
                 record.base, record.width = self._next_id, width
