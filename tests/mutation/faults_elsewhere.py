@@ -195,6 +195,18 @@ ELSEWHERE: tuple[Fault, ...] = (
         ("tests/walk/flow/test_caches.py",),
     ),
     Fault(
+        "checkpointed block: an argument of it is changed in place",
+        "elif block in observed.mode.overwritten:",
+        "elif False:",
+        ("tests/patches/test_checkpointing.py", "-k", "run_once"),
+    ),
+    Fault(
+        "norm: its input is saved although it is changed in place later",
+        "keeps_input = site.executed and not site.input_changes and not reads_x_hat",
+        "keeps_input = site.executed and not reads_x_hat",
+        ("tests/patches/test_norm.py",),
+    ),
+    Fault(
         "what libraries print reaches the terminal raw",
         'text = found[1] + printable(found[2], "\\n\\t") + found[3]',
         "pass",

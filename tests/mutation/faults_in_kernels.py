@@ -33,6 +33,18 @@ KERNELS: tuple[Fault, ...] = (
         _NORMS,
     ),
     Fault(
+        "norm backward: a saved input counts as x_hat",
+        "    if of_input:\n",
+        "    if of_input and x_hat.dim() > 3:\n",
+        _NORMS,
+    ),
+    Fault(
+        "norm forward: a part of a larger tensor is kept whole",
+        "is_alike and x.untyped_storage().nbytes() == x.nbytes",
+        "is_alike",
+        _NORMS,
+    ),
+    Fault(
         "norm backward: the projection has the wrong sign",
         "(g * x_hat).mean(-1, keepdim=True), value=-1)",
         "(g * x_hat).mean(-1, keepdim=True), value=1)",
