@@ -146,6 +146,11 @@ class Held:
                 each.requires_grad_(not was)
 
     @property
+    def state(self) -> list[Tensor]:
+        """The tensors that are no parameters."""
+        return [each for each in self._tensors if not isinstance(each, nn.Parameter)]
+
+    @property
     def has_moved(self) -> bool:
         """Whether any of the tensors was changed in place since."""
         return versions_of(self._tensors) != self.versions

@@ -34,6 +34,7 @@ from memopt.patches.rerun import (
     tables_of_hooks,
 )
 from memopt.patches.swap import Notes, is_watched
+from memopt.patches.unseen import Values
 from memopt.recompute.versions import changed_in_place, check_version, versions_of
 from memopt.torch_compat import BATCH_NORM_CLASSES
 
@@ -67,8 +68,8 @@ class BlockState(Notes):
         """Generators that the forward may draw from; after some calls, those that it drew from."""
         self._drew: list[Generator] = []
         self.looks, self.decides, self._checked = 0, False, 0
-        self.is_proved = False
-        """Whether the forward was seen not to change numbers of the parameters whose versions it changes."""
+        self.is_proved = self._is_compared = False
+        """Whether the forward was seen not to change numbers of parameters whose versions it changes, and of all."""
 
     def learn(self, block: nn.Module) -> None:
         """Look up where `block` holds state, if its modules or the number of its tensors have changed."""
@@ -84,7 +85,7 @@ class BlockState(Notes):
         # A batch norm updates its statistics without a change of their versions, and may be trained later.
         norms = (module for module in modules if isinstance(module, BATCH_NORM_CLASSES))
         self.moving = {(id(norm._buffers), name) for norm in norms for name in norm._buffers}
-        self.decides = self.is_proved = False
+        self.decides = self.is_proved = self._is_compared = False
         self.generators, self._drew = generators_of(modules), []
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
         inside: dict[int, dict[Any, Any]] = {}
@@ -127,19 +128,22 @@ class BlockState(Notes):
             self._checked = len(self.slots)
 
     @contextmanager
-    def proving(self, parameters: Sequence[Tensor], block: nn.Module) -> Iterator[None]:
-        """Raises a RuntimeError if what ran inside, the forward of `block`, has changed numbers of `parameters`."""
-        # Tensors of a trace have no numbers, and sharded ones have not all of them.
-        known = [each for each in parameters if type(each) is nn.Parameter and not each.is_meta and not self.is_proved]
-        before = list(map(_sums, known))
+    def proving(self, changed: Sequence[Tensor], block: nn.Module) -> Iterator[None]:
+        """Raises a RuntimeError if what ran inside, the forward of `block`, has changed numbers of its parameters.
+
+        Args:
+            changed: the parameters whose versions the first run changed. The others are compared only once.
+        """
+        own = () if self.is_proved else changed
+        known = own if self._is_compared else list(dict.fromkeys((*block.parameters(), *own)))
+        before = Values(known)
         try:
             yield
         finally:  # also where checkpointing stops the run at the last tensor that it needs
-            for each, was in zip(known, before, strict=True):
-                if not torch.allclose(_sums(each), was, rtol=0, atol=0, equal_nan=True):
-                    name = next((name for name, own in block.named_parameters() if own is each), "a parameter")
-                    raise changed_in_place(f"'{name}' {list(each.shape)}", each._version, each._version - 1, _WHY)
-            self.is_proved |= bool(before)
+            for index in before.changed():
+                raise _unseen(block, known[index])
+            self.is_proved |= bool(own)
+            self._is_compared = True
 
     def is_read(self, place: int, table: dict[Any, Any], name: Any) -> bool:
         """Whether the value in a slot matters: tensors and modes of modules do, others if the forward changed them."""
@@ -176,6 +180,8 @@ class RunsTwice:
         """The slots that the forward created, as in :meth:`BlockState.created`."""
         self._copies: dict[int, Tensor] = {}
         """Index of a slot -> a copy of its tensor from before the forward changed it."""
+        self._lost: list[Tensor] = []
+        """Tensors that the forward changed without a change of their version, and of which there is no copy."""
 
     def __call__(self, *args: Any) -> Any:
         if self._held is None:
@@ -183,6 +189,8 @@ class RunsTwice:
         if versions_of(self._arguments) != self._given_versions:
             for tensor, version in zip(self._arguments, self._given_versions, strict=True):
                 check_version(tensor, version)
+        for tensor in self._lost:
+            raise _unseen(self._block, tensor)
         lent = self._held.lent(self._block, _WHY, self._copies, is_read=self._state.is_read)
         lent += _shadows(self._block, lent) if lent else []
         positional, named = self._given
@@ -209,6 +217,11 @@ class RunsTwice:
         may_move = looks or bool(state.moving)
         self._held = held = Held(state.slots, copies=may_move)
         possible = self._possible_copies(held, looks) if may_move else {}
+        # The second run shows whether parameters change.
+        others = held.state if not state.looks else ()
+        with_copies = {id(held.values[i]) for i in possible}
+        large = [each for each in others if id(each) not in with_copies]
+        large_before = Values(large)
         before = state.before() if looks else []
         self._hooked = [(table, dict(table)) for table in state.hooks]
         self._given_versions = versions_of(self._arguments)
@@ -224,6 +237,8 @@ class RunsTwice:
                 moved = held.moved()
                 if not state.looks:  # once, since each comparison waits for the device
                     moved += [i for i, was in possible.items() if _has_moved_unseen(was, held.values[i])]
+                    seen = {id(held.values[i]) for i in moved}
+                    self._lost = [large[i] for i in large_before.changed() if id(large[i]) not in seen]
                 state.has_run([held.slots[i] for i in moved], drew_from(self._generators, self._random))
             places = [(id(table), name) for table, name in held.slots]
             self._copies = {i: was for i, was in possible.items() if places[i] in state.moving}
@@ -253,12 +268,12 @@ def _shadows(block: nn.Module, lent: Sequence[tuple[Slot, Any]]) -> list[tuple[S
     return [(slot, value) for slot, value in found if slot[1] in slot[0]]
 
 
-@torch.no_grad()
-def _sums(tensor: Tensor) -> Tensor:
-    """Sums over all numbers of a floating tensor, without a copy of it: weights of experts are large."""
-    if tensor.itemsize == 1:
-        return tensor.view(torch.uint8).sum(dtype=torch.float64)
-    return torch.stack([tensor.sum(dtype=torch.float64), torch.linalg.vector_norm(tensor, dtype=torch.float64)])
+def _unseen(block: nn.Module, tensor: Tensor) -> RuntimeError:
+    """The error for a tensor whose numbers the forward of `block` changes."""
+    named = chain(block.named_parameters(), block.named_buffers())
+    name = next((name for name, each in named if each is tensor), "a tensor")
+    version = f"{tensor._version} and has other values"
+    return changed_in_place(f"'{name}' {list(tensor.shape)}", version, tensor._version, _WHY)
 
 
 def _is_state(value: Any) -> bool:

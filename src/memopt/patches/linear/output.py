@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ from memopt.patches.rerun import (
     tables_of_hooks,
 )
 from memopt.patches.scope import ScopeRewrite
-from memopt.patches.swap import is_swapped, is_watched, parameters_of, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import Notes, is_swapped, is_watched, parameters_of, steps_aside, swap_forward, swap_state
+from memopt.patches.unseen import Values
 from memopt.recompute.specs import shared_cast, spec_of
 from memopt.recompute.versions import with_witness
 from memopt.saved.scope import in_a_scope
@@ -40,6 +41,15 @@ from memopt.torch_compat import FakeTensor, fsdp_takes_back, is_checkpointed_reg
 from memopt.walk.probes.linear import is_linear
 
 _WHY = ", since the module's output is recomputed. Change weights after backward"
+
+
+class _Notes(Notes):
+    """What the first run of a module showed."""
+
+    def __init__(self) -> None:
+        self.is_compared = False
+        self.changes_state = False
+        """Whether its forward changes tensors of the module in a way that their versions do not show."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class OutputRewrite:
     """Another operation saves its input, or the tensors that the input is recomputed from."""
     casts: bool = False
     """It is one linear, whose input autocast casts."""
+    notes: _Notes = field(default_factory=_Notes, compare=False, repr=False)
 
 
 def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
@@ -102,8 +113,14 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     hooks = tuple((table, dict(table)) for table in tables_of_hooks((module,))) if is_watched(module) else ()
     may_draw = module.training and bool(module._modules)
     random = random_states(x) if may_draw else ()
+    notes = rewrite.notes
+    state = Values(() if notes.is_compared else around.held.state)
     y = stock(module, x)
-    if type(y) not in (Tensor, FakeTensor) or not y.requires_grad or y is x or y._version or around.held.has_moved:
+    if not notes.is_compared:  # once, since a comparison waits for the device
+        notes.is_compared, notes.changes_state = True, bool(state.changed())
+    if type(y) not in (Tensor, FakeTensor) or not y.requires_grad or y is x or y._version:
+        return y
+    if notes.changes_state or around.held.has_moved:
         return y
     if may_draw and not have_moved(random, x):
         random = ()
