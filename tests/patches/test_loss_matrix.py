@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
 from memopt.patches.loss import plain, rows
-from tests.patches.logit_cases import cases, outcome, wrong
+from memopt.patches.loss.lazy import HANDLERS
+from tests.patches.logit_cases import OPERATIONS, READERS, Case, cases, outcome, wrong
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,32 @@ def test_a_matrix_of_programs_is_stock(count: int) -> None:
     print(f"{count} cases, {seen['a loss']} with a loss and {seen['an error']} with an error: {len(different)} differ")
     assert min(seen.values()) > count // 20
     assert not different, "\n".join(different[:20])
+
+
+#: `detach_` stays uncomputed only where nothing else was made of the logits (tests/patches/test_loss_outputs.py).
+_ELSEWHERE = {"detach_"}
+#: Names under which PyTorch calls no function of a subclass: it calls `mul` and `add`.
+_NEVER_CALLED = {"__radd__", "__rmul__"}
+
+
+def test_the_matrix_has_every_operation_on_uncomputed_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: set[str] = set()
+
+    def noting(function: Any, handler: Any) -> Any:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            found = handler(*args, **kwargs)
+            if found is not NotImplemented:
+                answered.add(function.__name__)
+            return found
+
+        return answer
+
+    for function, handler in HANDLERS.items():
+        monkeypatch.setitem(HANDLERS, function, noting(function, handler))
+    pairs = [(operation, "cross_entropy") for operation in OPERATIONS] + [("nothing", reader) for reader in READERS]
+    for operation, reader in pairs:
+        outcome(Case(operation, "itself", "nothing", reader, "before", "plain", torch.float32), patched=True)
+    assert {function.__name__ for function in HANDLERS} - answered == _ELSEWHERE | _NEVER_CALLED
 
 
 def test_products_of_one_shape_round_each_row_alike() -> None:
