@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from memopt.torch_compat import no_dispatch
 
-#: Elements that are summed at once: the CPU casts them all to fp64 for that.
-_PART = 1 << 18
+#: Elements that are summed at once, on the CPU and elsewhere: they are all cast to fp64 for that.
+_PART, _PART_ELSEWHERE = 1 << 18, 1 << 22
 #: Elements of a tensor that are compared one by one, at most twice as many.
 _SAMPLE = 4096
 
@@ -57,5 +57,6 @@ def _digest(tensor: Tensor) -> Tensor:
             flat = flat.contiguous().view(torch.uint8)
         # An odd step meets every byte of integers.
         sample = flat[:: max(1, flat.numel() // _SAMPLE) | 1].double()
-        sums = torch.stack([part.sum(dtype=torch.float64) for part in flat.split(_PART)])
+        parts = flat.split(_PART if flat.device.type == "cpu" else _PART_ELSEWHERE)
+        sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
         return torch.cat([sums, sample]).view(torch.int64)
