@@ -26,8 +26,12 @@ _RUN = "import sys; from memopt.cli.main import main; print(main(sys.argv[1:]), 
         "patch ./missing",
         "patch {here} --recipe nope",
         "patch {here} --out {here}",
+        "patch {here} --inputs missing.pt",
+        "report {here} --inputs missing.pt",
         "verify ./missing",
+        "verify {here}",
         "unpatch ./missing",
+        "unpatch {here}",
     ],
 )
 def test_a_mistake_is_told_without_torch(line: str, tmp_path: Path) -> None:

@@ -94,6 +94,13 @@ def is_patched(folder: Path) -> bool:
         return False
 
 
+def check_patched(folder: Path) -> None:
+    """Raise a ModelError if `folder` is not patched."""
+    if not is_patched(folder):
+        refuse_adapter(folder)
+        raise ModelError(f"'{folder}' was not patched.", "Give a folder that `memopt patch` wrote.")
+
+
 def patched_folder(folder: Path) -> PatchedFolder:
     """The record of the patched folder. Raises a ModelError if `folder` is not patched (an adapter with a memopt.json
     is not), or its memopt.json is damaged or, without a memopt.json, its key."""

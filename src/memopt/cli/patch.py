@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memopt.cli import common
-from memopt.environment.files import model_folder
+from memopt.environment.files import inputs_file, model_folder
 from memopt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def patch(
 
     check_kinds(emit or ())
     folder = model_folder(model, revision)
+    if inputs is not None:
+        inputs_file(inputs)
     load_recipe(recipe, settings or ())
     if folder is not None and not dry_run:
         check_target(default_folder(model) if out is None else out, folder, force=force)

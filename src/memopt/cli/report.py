@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memopt.cli import common, outputs
-from memopt.environment.files import model_folder
+from memopt.environment.files import inputs_file, model_folder
 from memopt.environment.forks import forking
 from memopt.errors import ModelError, UsageError
 from memopt.prediction.cards import find_card, setup_on
@@ -159,6 +159,8 @@ def report(
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
     # Errors that show without torch, which takes seconds to import.
     folder = model_folder(model, revision)
+    if inputs is not None:
+        inputs_file(inputs)
     if force and not any((html, snapshot, out)):
         common.note("note: --force has no effect: no file is to be written.")
     from memopt.checkpoint.patched import is_patched

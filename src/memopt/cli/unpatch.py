@@ -51,7 +51,10 @@ def unpatch(
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
         )
-    patched_folder_at(directory)  # before torch is imported
+    # Errors that show without torch, which takes seconds to import.
+    from memopt.checkpoint.patched import patched_folder
+
+    patched_folder(patched_folder_at(directory))
     with common.only_results_on_stdout(), common.progress("Restoring") as progress:
         from memopt.pipeline import unpatch_checkpoint
 

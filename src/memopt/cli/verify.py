@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from memopt.cli import common
-from memopt.environment.files import patched_folder_at
+from memopt.environment.files import inputs_file, patched_folder_at
 from memopt.patches.checks import Check, Level
 
 if TYPE_CHECKING:
@@ -34,7 +34,12 @@ def verify(
     Prints a line for each level, and each check that did not pass. Exits with 0 if every check passed, 1 if one
     failed, 3 if one was skipped.
     """
-    patched_folder_at(directory)  # before torch is imported
+    # Errors that show without torch, which takes seconds to import.
+    from memopt.checkpoint.patched import check_patched
+
+    check_patched(patched_folder_at(directory))
+    if inputs is not None:
+        inputs_file(inputs)
     common.note(f"Verifying {directory}")
     with common.only_results_on_stdout(), common.waiting("Verifying"):
         from memopt.verification.run import verify as run_levels

@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from memopt.errors import ModelError, OutputError
+from memopt.errors import InputsError, ModelError, OutputError
 
+#: How inputs are saved to a file, and the hint where such a file is missing or wrong.
+SAVE_INPUTS = 'torch.save(dict(processor(..., return_tensors="pt")), "batch.pt")'
+MAKE_INPUTS = f"Make it with: {SAVE_INPUTS}"
 #: File that shows that a folder holds a PEFT adapter.
 ADAPTER_CONFIG = "adapter_config.json"
 #: Most bytes of a header, index or manifest. 92,000 tensors have an index of 9 MB.
@@ -212,6 +215,14 @@ def patched_folder_at(directory: str | Path) -> Path:
     if not Path(directory).is_dir():
         raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
     return Path(directory)
+
+
+def inputs_file(path: str | Path) -> Path:
+    """The file of inputs at `path`; an InputsError if it does not exist."""
+    path = user_path(path)
+    if not path.is_file():
+        raise InputsError(f"The file of inputs '{path}' does not exist.", MAKE_INPUTS)
+    return path
 
 
 def refuse_adapter(folder: Path) -> None:

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
+from memopt.checkpoint.patched import PatchedFolder, check_patched, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST
-from memopt.environment.files import patched_folder_at, refuse_adapter
+from memopt.environment.files import patched_folder_at
 from memopt.environment.generators import generators_kept
 from memopt.errors import MemoptError, ModelError, NegativeVerdict, UsageError
 from memopt.patches.capabilities import Checks
@@ -82,9 +82,7 @@ def verify(
         InputsError: the batch cannot be read, or does not fit the model.
     """
     levels, folder = _levels(level), patched_folder_at(directory)
-    if not is_patched(folder):
-        refuse_adapter(folder)
-        raise ModelError(f"'{directory}' was not patched.", "Give a folder that `memopt patch` wrote.")
+    check_patched(folder)
     if against is not None:
         against = str(against)
         from memopt.walk.models.config import load_config

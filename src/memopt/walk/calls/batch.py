@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.environment.files import user_path
+from memopt.environment.files import MAKE_INPUTS, SAVE_INPUTS, inputs_file
 from memopt.errors import InputsError
 from memopt.torch_compat import tree_leaves, tree_map
 from memopt.walk.calls.arguments.request import forward_parameters, inner_model, ordinary_ids
@@ -28,10 +28,8 @@ from memopt.walk.models.shrink.config import TOKEN_ID
 
 Batch = Mapping[str, Any]
 
-_SAVE = 'torch.save(dict(processor(..., return_tensors="pt")), "batch.pt")'
 #: Hint where inputs cannot be guessed.
-PASS_INPUTS = f"Pass a batch with --inputs batch.pt (in Python: inputs=...), made with: {_SAVE}"
-_MAKE_IT = f"Make it with: {_SAVE}"
+PASS_INPUTS = f"Pass a batch with --inputs batch.pt (in Python: inputs=...), made with: {SAVE_INPUTS}"
 _SHOWN = 12
 #: Most elements of a tensor that counts as sizes.
 _FEW = 64
@@ -45,16 +43,14 @@ def read_batch(path: str | Path) -> dict[str, Any]:
     """The batch in a file of `torch.save` (no code in it is run) or of safetensors; tensors on the CPU. Lists of
     numbers become tensors, as in a collator. Raises an InputsError if the file is missing, not readable, not a dict of
     arguments, or empty."""
-    path = user_path(path)
-    if not path.is_file():
-        raise InputsError(f"The file of inputs '{path}' does not exist.", _MAKE_IT)
+    path = inputs_file(path)
     content = _load(path)
     if not isinstance(content, dict):
-        raise InputsError(f"'{path}' holds {_article(content)}, not a dict of the forward's arguments.", _MAKE_IT)
+        raise InputsError(f"'{path}' holds {_article(content)}, not a dict of the forward's arguments.", MAKE_INPUTS)
     if wrong := [key for key in content if not isinstance(key, str)]:
-        raise InputsError(f"'{path}' has the key {wrong[0]!r}, which is no argument's name.", _MAKE_IT)
+        raise InputsError(f"'{path}' has the key {wrong[0]!r}, which is no argument's name.", MAKE_INPUTS)
     if not content:
-        raise InputsError(f"'{path}' is an empty dict: it gives the model no inputs.", _MAKE_IT)
+        raise InputsError(f"'{path}' is an empty dict: it gives the model no inputs.", MAKE_INPUTS)
     return {name: _value(name, value, path) for name, value in content.items()}
 
 
@@ -157,11 +153,11 @@ def _load(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         if "Unsupported" in str(error) or "GLOBAL" in str(error) or "weights_only" in str(error).lower():
             raise InputsError(
-                f"'{path}' holds more than tensors, lists and numbers, and memopt runs no code from it.", _MAKE_IT
+                f"'{path}' holds more than tensors, lists and numbers, and memopt runs no code from it.", MAKE_INPUTS
             ) from None
-        raise InputsError(f"'{path}' is no file of torch.save: {one_line(error)}.", _MAKE_IT) from None
+        raise InputsError(f"'{path}' is no file of torch.save: {one_line(error)}.", MAKE_INPUTS) from None
     except Exception as error:  # an unpickler may raise anything
-        raise InputsError(f"'{path}' cannot be read: {one_line(error)}.", _MAKE_IT) from None
+        raise InputsError(f"'{path}' cannot be read: {one_line(error)}.", MAKE_INPUTS) from None
 
 
 def _value(name: str, value: Any, path: Path) -> Any:
@@ -177,7 +173,7 @@ def _value(name: str, value: Any, path: Path) -> Any:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and not leaf.numel():
             shape = " x ".join(map(str, leaf.shape))
-            raise InputsError(f"'{name}' in '{path}' is an empty tensor ({shape}).", _MAKE_IT)
+            raise InputsError(f"'{name}' in '{path}' is an empty tensor ({shape}).", MAKE_INPUTS)
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
