@@ -7,6 +7,9 @@ already lose nothing.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -14,12 +17,29 @@ from torch import Tensor
 _PARTS = 128
 #: The operating system locks whole pages.
 _PAGE = 4096
+_is_traced_for_device = False
 
 
 def host_bytes(nbytes: int) -> int:
     """Page-locked bytes that a copy of a tensor of `nbytes` takes: less than 1/128 more, or less than a page."""
     unit = max(_PAGE, (1 << nbytes.bit_length()) // 2 // _PARTS)
     return -(-nbytes // unit) * unit
+
+
+@contextlib.contextmanager
+def copies_traced() -> Iterator[None]:
+    """Inside, fake tensors are held for their copies to the CPU, as a device holds tensors."""
+    global _is_traced_for_device
+    before, _is_traced_for_device = _is_traced_for_device, True
+    try:
+        yield
+    finally:
+        _is_traced_for_device = before
+
+
+def are_copies_traced() -> bool:
+    """Whether this runs in :func:`copies_traced`."""
+    return _is_traced_for_device
 
 
 def host_pieces(nbytes: int) -> list[int]:

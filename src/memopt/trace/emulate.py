@@ -1,5 +1,5 @@
 """The choices of a CUDA device, for traces on fake CPU tensors: the attention kernel that runs, the tensors that
-dropout saves.
+dropout saves, how long offloaded tensors stay.
 
 Only choices that change saved tensors or the peak are imitated. The rules are PyTorch's own:
 `sdp_utils.cpp` for the attention kernels, `Dropout.cpp` for the one-byte mask, `autocast_mode.h` for the operations
@@ -20,6 +20,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from memopt.kernels.base.device import launches_emulated
+from memopt.saved.host import copies_traced
 from memopt.torch_compat import FakeTensor, TracingMode, known_values, no_dispatch, tree_map
 from memopt.walk.models.plain import exchanged
 
@@ -45,14 +46,15 @@ class CudaChoices(TorchFunctionMode):
     operators allocate the storages that they allocate there."""
 
     def __enter__(self) -> CudaChoices:
-        self._launches = launches_emulated()
-        self._launches.__enter__()
+        self._others = contextlib.ExitStack()
+        self._others.enter_context(launches_emulated())
+        self._others.enter_context(copies_traced())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._launches.__exit__(*error)
+        self._others.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

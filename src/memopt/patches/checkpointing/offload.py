@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.recompute.versions import check_version
-from memopt.saved.host import HostCopy
+from memopt.saved.host import HostCopy, are_copies_traced
 from memopt.saved.kept import Kept
 from memopt.torch_compat import FakeTensor
 
@@ -36,18 +37,21 @@ _PLAIN_TYPES = (Tensor, FakeTensor)
 class InputsOfThreads(threading.local):
     """The offloaded tensors of one model's blocks. A copy of the model starts with none."""
 
-    def __init__(self) -> None:
-        self.here = OffloadedInputs()
+    def __init__(self, *, of_some_blocks: bool = False) -> None:
+        self._of_some = of_some_blocks
+        self.here = OffloadedInputs(of_some_blocks=of_some_blocks)
         """The ones of forwards in this thread; `nn.DataParallel` has a thread for each device."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return InputsOfThreads, ()
+        return partial(InputsOfThreads, of_some_blocks=self._of_some), ()
 
 
 class OffloadedInputs:
-    """The offloaded tensors of blocks that run one after another."""
+    """The offloaded tensors of blocks that run one after another; `of_some_blocks`: other blocks of the model keep
+    theirs on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_some_blocks: bool = False) -> None:
+        self.of_some = of_some_blocks
         self._last: weakref.ref[OfBlock] | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
         self._leaving: deque[weakref.ref[_Waiting]] = deque()
@@ -110,7 +114,7 @@ class OfBlock:
         """Copy `tensor` to CPU memory, until backward takes it."""
         stream = self.inputs.stream(tensor.device)
         waiting = _Waiting(tensor, stream, self)
-        if stream is not None:
+        if stream is not None or (isinstance(tensor, FakeTensor) and waiting.is_held):
             self.inputs.hold(waiting)
         self._waiting.append(weakref.ref(waiting))
         return waiting
@@ -145,6 +149,10 @@ class _Waiting:
         self._was_taken = False
         self._stored: Tensor | HostCopy
         if isinstance(tensor, FakeTensor):
+            # If all blocks offload, the peak is in backward. A tensor that is held into another block would then only
+            # keep the tracer from leaving blocks out.
+            if place.inputs.of_some and are_copies_traced():
+                self._leaves = tensor.detach()
             self._stored = tensor.detach().to(_HOST)
             return
         with torch.no_grad():
@@ -155,9 +163,14 @@ class _Waiting:
             self._leaves, self._stored = tensor.detach(), HostCopy(tensor)
             self._copy(stream, self._stored.fill, tensor)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the tensor itself is kept, because its copy to the CPU may still run."""
+        return self._leaves is not None
+
     def release(self) -> None:
         """Free the tensor that is copied to the CPU: what reuses its memory runs after the copy."""
-        if self._leaves is not None:
+        if self.is_held:
             self._computes_after_the_copy()
             self._leaves = None
 

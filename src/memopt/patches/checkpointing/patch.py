@@ -155,7 +155,8 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
 
         chosen = set(live.plan.chosen(self.name))
         offloaded = {*live.plan.chosen(self.name, OFFLOADED), *live.plan.chosen(self.name, BOTH)}
-        inputs, rules = InputsOfThreads(), live.plan.recipe.rules(CheckpointingRules)
+        inputs = InputsOfThreads(of_some_blocks=len(offloaded) < len(live.plan.sites.blocks))
+        rules = live.plan.recipe.rules(CheckpointingRules)
         for block in _eligible(live.plan):
             # The other blocks are patched too, because transformers' switch sets all blocks of a model.
             if block in chosen or has_switch(live.modules[block]):
