@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import memopt
-from memopt.errors import NegativeVerdict, UsageError
+from memopt.errors import InputsError, NegativeVerdict, UsageError
 from tests.factories import tiny_config, tiny_inputs, tiny_model
 
 
@@ -45,6 +45,28 @@ def test_a_dry_run_from_python_says_what_would_be_done_and_writes_nothing(tmp_pa
     assert result.written is None
     assert result.plan.counts()["norm"] == {"fold": 4, "share": 1}
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verb", ["fit", "report", "verify", "load", "patch_checkpoint", "unpatch_checkpoint"])
+def test_a_model_in_memory_is_no_folder(verb: str) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(UsageError, match=r"LlamaForCausalLM was given for a path .* it was loaded from\.$"):
+        getattr(memopt, verb)(model)
+    model.name_or_path = "hub/name"
+    with pytest.raises(UsageError, match=r"loaded from: hub/name\.$"):
+        getattr(memopt, verb)(model)
+    with pytest.raises(UsageError, match="NoneType was given"):
+        getattr(memopt, verb)(None)
+
+
+def test_arguments_of_other_types_are_refused_in_words(patched: Path, tmp_path: Path) -> None:
+    stock = patched.parent / "llama"
+    with pytest.raises(UsageError, match="int was given for a path"):
+        memopt.patch_checkpoint(stock, 3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="'24' has no unit"):
+        memopt.fit(stock, gpu=24)  # type: ignore[arg-type]
+    with pytest.raises(InputsError, match="keyword arguments of the model's forward, not list"):
+        memopt.patch(tiny_model("llama"), inputs=[1])  # type: ignore[arg-type]
 
 
 def test_a_batch_in_memory_is_remembered_without_a_file(patched: Path, tmp_path: Path) -> None:

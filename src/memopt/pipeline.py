@@ -19,7 +19,7 @@ from memopt.checkpoint.unfold import Unfolded
 from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.emit import RECIPE_FILE, check_kinds, files_of, patched_step
-from memopt.environment.files import patched_folder_at
+from memopt.environment.files import patched_folder_at, path_text
 from memopt.environment.generators import generators_kept
 from memopt.errors import MemoptError, NegativeVerdict, UsageError, printable
 from memopt.plan.plan import Plan, make_plan
@@ -125,9 +125,10 @@ def patch_checkpoint(
     kinds = check_kinds(emit)
     rules = load_recipe(recipe, overrides)
     batch = given_batch(inputs)
-    target = Path(out) if out is not None else default_folder(str(source))
+    name = path_text(source)
+    target = default_folder(name) if out is None else Path(path_text(out))
     notes = Notes(note)
-    checkpoint = _open(str(source), revision=revision, allow_pickle=allow_pickle, weights=not dry_run)
+    checkpoint = _open(name, revision=revision, allow_pickle=allow_pickle, weights=not dry_run)
     if not dry_run:  # the writer would refuse these only after the walk
         check_space(check_target(target, checkpoint.root, force=force), checkpoint.space_needed)
     if opened is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from memopt.errors import InputsError, ModelError, OutputError
+from memopt.errors import InputsError, ModelError, OutputError, UsageError
 
 #: How inputs are saved to a file, and the hint where such a file is missing or wrong.
 SAVE_INPUTS = 'torch.save(dict(processor(..., return_tensors="pt")), "batch.pt")'
@@ -51,8 +51,18 @@ def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
 
 
 def user_path(path: str | Path) -> Path:
-    """`path` with the home folder in the place of ``~``; unlike `Path.expanduser`, one of an unknown user as it is."""
-    return Path(os.path.expanduser(path))
+    """`path` with the home folder in the place of ``~``; unlike `Path.expanduser`, one of an unknown user as it is.
+    Raises a UsageError as :func:`path_text` does."""
+    return Path(os.path.expanduser(path_text(path)))
+
+
+def path_text(path: object) -> str:
+    """`path` as text. Raises a UsageError if it is neither a string nor a path: a model in memory, for example."""
+    if not isinstance(path, str | Path):
+        known = f": {name}" if (name := getattr(path, "name_or_path", "")) else ""
+        hint = f"Give the folder or hub id that it was loaded from{known}." if hasattr(path, "parameters") else None
+        raise UsageError(f"{type(path).__name__} was given for a path or hub id, which is a string.", hint)
+    return str(path)
 
 
 def check_output(path: Path, option: str, *, force: bool = False) -> Path:
@@ -195,7 +205,7 @@ def _items(value: Any) -> Iterable[Any]:
 def model_folder(source: str | Path, revision: str | None = None) -> Path | None:
     """The folder that `source` names; None if it is a hub id. Raises a ModelError if `source` is a path without a
     folder, or a folder is there and a `revision` is given."""
-    name = str(source)
+    name = path_text(source)
     if not name:
         raise ModelError("The name of the model is empty.", "Give a folder or a hub id.")
     folder = user_path(source)
@@ -212,9 +222,10 @@ def model_folder(source: str | Path, revision: str | None = None) -> Path | None
 
 def patched_folder_at(directory: str | Path) -> Path:
     """The folder `directory`; a ModelError if it does not exist."""
-    if not Path(directory).is_dir():
+    folder = Path(path_text(directory))
+    if not folder.is_dir():
         raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
-    return Path(directory)
+    return folder
 
 
 def inputs_file(path: str | Path) -> Path:

@@ -111,6 +111,7 @@ def find_card(text: str) -> Card:
     """The card that `text` names (``rtx4090``, ``a100-80gb``, a result of `torch.cuda.get_device_name`), or one of its
     size, which has a unit: ``24GiB`` is 24 x 2**30 bytes, ``24GB`` is 24 x 10**9. Raises a UsageError if no card has
     this name, several have, or the size is not positive."""
+    text = str(text)  # from Python it may be a number
     size = _SIZE.fullmatch(text.strip())
     if size is not None:
         return _sized(text, size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -322,3 +324,15 @@ def test_modules_that_are_given_a_linears_input() -> None:
     assert given[f"{layer}.attention.self.query.weight"][:2] == (layer, f"{layer}.attention")
     assert given[f"{layer}.intermediate.dense.weight"][0] == f"{layer}.intermediate"
     assert given[f"{layer}.output.dense.weight"][0] == f"{layer}.output"
+
+
+@pytest.mark.parametrize("name", ["llama", "bert eager"])
+def test_a_walked_model_is_freed(name: str) -> None:
+    """The graphs of the walk's forwards hold what observed them, where the garbage collector does not look."""
+    family, settings = FAMILIES[name]
+    model = tiny_model(family, **settings)
+    alive = weakref.ref(model)
+    find_sites(model)
+    del model
+    gc.collect()
+    assert alive() is None

@@ -55,8 +55,13 @@ def read_batch(path: str | Path) -> dict[str, Any]:
 
 
 def given_batch(inputs: Batch | str | Path | None) -> Batch | None:
-    """`inputs`, read from its file where it names one."""
-    return read_batch(inputs) if isinstance(inputs, str | Path) else inputs
+    """`inputs`, read from its file where it names one. Raises an InputsError if it is no mapping of arguments."""
+    batch = read_batch(inputs) if isinstance(inputs, str | Path) else inputs
+    if not isinstance(batch, Mapping | None):
+        raise InputsError(
+            f"Inputs are keyword arguments of the model's forward, not {type(batch).__name__}.", PASS_INPUTS
+        )
+    return batch
 
 
 def check_names(model: nn.Module, batch: Batch) -> None:

@@ -62,6 +62,10 @@ class FunctionCalls:
 
         return call
 
+    def forget(self) -> None:
+        """Release the arguments and results of the calls."""
+        self._calls.clear()
+
     def sites(self, saves: Sequence[tuple[Tensor, Save]], parameters: Collection[int | None]) -> list[FunctionSite]:
         """Functions that save large intermediates (of nested ones, the outermost), by the module that calls them."""
         proved: dict[FunctionName, bool] = {}

@@ -94,6 +94,7 @@ def _uses_in(
         return found
     finally:
         table.forget_copies()
+        watch.forget()
 
 
 @dataclass
@@ -197,6 +198,12 @@ class _Watch(TorchFunctionMode):
         """Modules with chains that save more than their sources, no source changed and no inner result returned."""
         changed = {name for name, its in self._sources.items() if any(x.tensor._version != x.version for x in its)}
         return [name for name in self._sources if name not in self._unfit | changed]
+
+    def forget(self) -> None:
+        """Release the tensors: they hold the forward's graph, which holds this object, out of the collector's sight."""
+        for each in (self._calls, self._readings, self._sources):
+            each.clear()
+        self._functions.forget()
 
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
         given = [each for each in args if isinstance(each, Tensor)]
