@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import memopt
 from memopt.errors import UsageError
-from memopt.prediction.cards import CARDS, find_card
+from memopt.prediction.cards import CARDS, check_attention, find_card
 from memopt.prediction.setup import GIB
+from tests.factories import tiny_model
 
 
 @pytest.mark.parametrize(
@@ -70,3 +74,22 @@ def test_every_card_is_found_by_its_own_name_and_less_of_it_is_usable_than_it_is
         assert any(0 < gib - card.memory / GIB < 0.1 * gib for gib in sold)
         assert card.flops > card.flops_fp32 > 0
         assert card.bandwidth > card.link
+
+
+@pytest.mark.parametrize("name", ["t4", "v100-16gb", "rtx2080ti"])
+def test_flash_attentions_packages_need_ampere(name: str) -> None:
+    with pytest.raises(UsageError, match=r"flash_attention_2 runs on Ampere .* Use sdpa"):
+        check_attention(find_card(name), "flash_attention_2")
+    check_attention(find_card(name), "sdpa")
+    check_attention(find_card(name), None)
+
+
+def test_a_report_for_a_card_that_lacks_the_attention_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    with pytest.raises(UsageError, match="T4 is older"):
+        memopt.fit(tmp_path / "llama", gpu="t4", attention="flash_attention_2")
+
+
+def test_newer_cards_and_sizes_run_every_attention() -> None:
+    for name in ("rtx3060", "a100-80gb", "l4", "h100", "mi300x", "24GiB"):
+        check_attention(find_card(name), "flash_attention_2")

@@ -11,7 +11,7 @@ from memopt.errors import ModelError, UsageError
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.plan.shipped import EXACT
-from memopt.prediction.cards import Card, find_card, setup_on
+from memopt.prediction.cards import Card, check_attention, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
 from memopt.prediction.largest import MOST_ROWS, Scaled, largest
 from memopt.prediction.peak import MATTERS, Prediction, attention_remedy, combine, is_mask
@@ -61,6 +61,8 @@ def headline(
         UsageError: the card is not known, or `longest` is used without a card, with inputs, or without token inputs.
     """
     card, setup = None if gpu is None else find_card(gpu), setup or Setup()
+    if card is not None:
+        check_attention(card, request.attention)
     if longest and (card is None or request.inputs is not None):
         raise UsageError("The longest sequence is that of a card, without inputs of a size.", "Add gpu, e.g. rtx4090.")
     if step is None:

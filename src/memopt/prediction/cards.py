@@ -100,11 +100,19 @@ CARDS: tuple[Card, ...] = (
 USUAL_CARD = "A100 80GB"
 #: Cards whose cuBLAS workspace is larger.
 _HOPPER = ("H100", "H200", "B200", "RTX 5090")
+#: NVIDIA's cards before Ampere, on which no kernel of FlashAttention's packages runs.
+_BEFORE_AMPERE = ("RTX 2080", "T4", "V100")
 
 
 def setup_on(card: Card, setup: Setup) -> Setup:
     """`setup` with the cuBLAS workspace of `card`."""
     return replace(setup, workspace=CUBLAS_WORKSPACE_HOPPER) if card.name.startswith(_HOPPER) else setup
+
+
+def check_attention(card: Card, attention: str | None) -> None:
+    """Raises a UsageError if `attention` is of FlashAttention's packages, and `card` runs none of their kernels."""
+    if attention is not None and attention.startswith("flash_attention") and card.name.startswith(_BEFORE_AMPERE):
+        raise UsageError(f"{attention} runs on Ampere and newer cards, and {card.name} is older.", "Use sdpa.")
 
 
 def find_card(text: str) -> Card:
