@@ -504,3 +504,11 @@ def test_blocks_run_once_if_an_argument_of_theirs_is_changed_in_place(name, what
         for ours, theirs in zip(patched.parameters(), stock.parameters(), strict=True):
             worst_error = max(worst_error, float((ours.grad - theirs.grad).norm() / theirs.grad.norm()))
         assert worst_error <= 1e-5
+
+
+def test_the_error_for_an_argument_that_the_walk_did_not_see_change_names_the_way_out():
+    block = WritingBlock("mask by name")
+    patch_block(block.train(), None, True, None)
+    loss = block(torch.randn(2, 8, requires_grad=True), mask=torch.ones(2, 8, dtype=torch.bool)).sum()
+    with pytest.raises(RuntimeError, match=r"inplace operation: .*Change its arguments after.*checkpointing\.blocks"):
+        loss.backward()

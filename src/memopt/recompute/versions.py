@@ -51,10 +51,10 @@ def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in there]
 
 
-def check_version(tensor: Tensor, version: int) -> None:
+def check_version(tensor: Tensor, version: int, why: str = "") -> None:
     """Raise the error of autograd (RuntimeError) if `tensor` was changed in place since it was at `version`."""
     if tensor._version != version:
-        raise changed_in_place(f"[{tensor.type()} {list(tensor.shape)}]", tensor._version, version)
+        raise changed_in_place(f"[{tensor.type()} {list(tensor.shape)}]", tensor._version, version, why)
 
 
 def changed_in_place(what: str, version: object, expected: object, why: str = "") -> RuntimeError:

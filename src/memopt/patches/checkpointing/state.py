@@ -45,9 +45,10 @@ _LARGEST_COPY = 1 << 20
 #: Levels of objects inside objects that are searched for state.
 _DEPTH = 3
 _WHY = (
-    ", because the block is checkpointed and runs again in backward. Change weights after backward; if the block's own "
+    ", because the block is checkpointed and runs again in backward. Change {} after backward; if the block's own "
     "forward changes them, leave the block out of checkpointing.blocks"
 )
+_WHY_GIVEN, _WHY = _WHY.format("its arguments"), _WHY.format("weights")
 
 
 class BlockState(Notes):
@@ -188,7 +189,7 @@ class RunsTwice:
             return self._first(*args)
         if versions_of(self._arguments) != self._given_versions:
             for tensor, version in zip(self._arguments, self._given_versions, strict=True):
-                check_version(tensor, version)
+                check_version(tensor, version, _WHY_GIVEN)
         for tensor in self._lost:
             raise _unseen(self._block, tensor)
         lent = self._held.lent(self._block, _WHY, self._copies, is_read=self._state.is_read)
