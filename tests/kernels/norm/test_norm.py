@@ -287,9 +287,10 @@ def test_a_16_bit_norm_that_rounds_after_its_weight_can_save_its_input(dtype, of
     monkeypatch.setattr("memopt.kernels.base.pieces.LEAST", 48 * 300)
     x, weight, _, spec = make(("rms", offset, True, False), (rows, 48), dtype)
     dy = torch.randn(rows, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    y = ms_norm(x, weight, None, spec, dtype, keeps_input=True)
+    made = x * 1
+    y = ms_norm(made, weight, None, spec, dtype, keeps_input=True)
     node = y.grad_fn
-    assert node.saved_tensors[0].data_ptr() == x.data_ptr()
+    assert node.saved_tensors[0].data_ptr() == made.data_ptr()
     assert torch.equal(node.recomputed.function(*node.saved_tensors), y)
     assert torch.equal(y, ms_norm(x, weight, None, spec, dtype))
     ours = torch.autograd.grad(y, (x, weight), dy)
@@ -313,13 +314,15 @@ def larger(x: Tensor) -> Tensor:
         (("layer", 0, True, False), "after", torch.bfloat16, {}),
         (("rms", 0, False, False), "after", torch.bfloat16, {}),
         (("rms", 0, True, False), "after", torch.bfloat16, {"of": larger}),
+        (("rms", 0, True, False), "after", torch.bfloat16, {"of": lambda x: x.detach().requires_grad_()}),
         (("rms", 0, True, False), "after", torch.bfloat16, {"residual": torch.ones(5, 48, dtype=torch.bfloat16)}),
         (("rms", 0, True, False), "after", torch.float32, {"kept_dtype": torch.bfloat16}),
     ],
-    ids=["fp32", "rounds before", "layer norm", "no weight", "a part of a tensor", "a sum", "fp32 input"],
+    ids=["fp32", "rounds before", "layer norm", "no weight", "a part", "a parameter", "a sum", "fp32 input"],
 )
 def test_other_norms_save_x_hat(family, cast, dtype, given):
     x, weight, bias, spec = make(family, (5, 48), dtype, cast)
-    x = given.pop("of", lambda x: x)(x) if "of" in given else x
+    given = {"of": lambda x: x * 1, **given}
+    x = given.pop("of")(x)
     y = ms_norm(x, weight, bias, spec, dtype, keeps_input=True, **given)
     assert y.grad_fn.saved_tensors[0].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()

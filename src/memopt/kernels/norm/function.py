@@ -99,9 +99,9 @@ def _plan(
 
 
 def _may_be_kept(x: Tensor, weight: Tensor | None, arguments: NormArguments) -> bool:
-    """Whether x has the bytes of x_hat and is no part of a larger tensor."""
+    """Whether x has the bytes of x_hat, and is no part of a larger tensor and no parameter: sharding may free that."""
     is_alike = weight is not None and arguments.spec.kind == "rms" and x.dtype is arguments.kept_dtype
-    return is_alike and x.untyped_storage().nbytes() == x.nbytes
+    return is_alike and x.grad_fn is not None and x.untyped_storage().nbytes() == x.nbytes
 
 
 def _room(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
