@@ -506,9 +506,35 @@ def test_blocks_run_once_if_an_argument_of_theirs_is_changed_in_place(name, what
         assert worst_error <= 1e-5
 
 
+class Shifts(nn.Module):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        shift += 1
+        return (x * shift).sin()
+
+
 def test_the_error_for_an_argument_that_the_walk_did_not_see_change_names_the_way_out():
-    block = WritingBlock("mask by name")
-    patch_block(block.train(), None, True, None)
-    loss = block(torch.randn(2, 8, requires_grad=True), mask=torch.ones(2, 8, dtype=torch.bool)).sum()
+    block = Shifts().train()
+    patch_block(block, None, True, None)
+    loss = block(torch.randn(2, 8, requires_grad=True), shift=torch.ones(2, 8)).sum()
     with pytest.raises(RuntimeError, match=r"inplace operation: .*Change its arguments after.*checkpointing\.blocks"):
         loss.backward()
+
+
+def test_masks_that_a_block_changes_unseen_by_the_walk_are_copied():
+    torch.manual_seed(0)
+    stock = WritingBlock("mask by name").train()
+    ours = copy.deepcopy(stock)
+    patch_block(ours, None, True, None)
+    for _ in range(4):  # the first two calls look at all masks
+        x, mask = torch.randn(2, 8), torch.rand(2, 8) > 0.5
+        results = []
+        for block in (stock, ours):
+            given, flags, others = x.clone().requires_grad_(), mask.clone(), ~mask
+            block.zero_grad()
+            loss = (block(given, mask=flags) * block(given, mask=others)).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            results.append([given.grad, flags, *(parameter.grad for parameter in block.parameters())])
+        for mine, its in zip(*results, strict=True):
+            assert torch.allclose(mine, its, rtol=1e-5, atol=1e-6)
+    assert state_of(ours, BlockRewrite).state.written == {"mask"}

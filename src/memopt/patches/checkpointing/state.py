@@ -64,6 +64,8 @@ class BlockState(Notes):
         self._may_grow: list[dict[Any, Any]] = []
         """Tables in which a forward may create state, beside those of parameters and of children."""
         self.moving: set[tuple[int, str]] = set()
+        self.written: set[str] = set()
+        """Names of the masks among the arguments that the forward changes in place (OneFormer)."""
         self.slots: list[Slot] = []
         self.generators: list[Generator] = []
         """Generators that the forward may draw from; after some calls, those that it drew from."""
@@ -87,6 +89,7 @@ class BlockState(Notes):
         norms = (module for module in modules if isinstance(module, BATCH_NORM_CLASSES))
         self.moving = {(id(norm._buffers), name) for norm in norms for name in norm._buffers}
         self.decides = self.is_proved = self._is_compared = False
+        self.written = set()
         self.generators, self._drew = generators_of(modules), []
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
         inside: dict[int, dict[Any, Any]] = {}
@@ -146,6 +149,11 @@ class BlockState(Notes):
             self.is_proved |= bool(own)
             self._is_compared = True
 
+    def may_write(self, name: str, value: Any) -> bool:
+        """Whether the forward changes an argument in place, or may do so in one of the first calls: a mask, no more."""
+        is_mask = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        return is_mask and (name in self.written or self.looks < _LOOKS)
+
     def is_read(self, place: int, table: dict[Any, Any], name: Any) -> bool:
         """Whether the value in a slot matters: tensors and modes of modules do, others if the forward changed them."""
         held = name in MODES or isinstance(table.get(name), Tensor)
@@ -198,7 +206,8 @@ class RunsTwice:
         args = tuple(
             value if isinstance(value, Tensor) else copied(mine) for value, mine in zip(args, positional, strict=True)
         )
-        function = functools.partial(self._function, **{name: copied(value) for name, value in named.items()})
+        named = {name: value.clone() if isinstance(value, Tensor) else copied(value) for name, value in named.items()}
+        function = functools.partial(self._function, **named)
         decisions, attention = self._decisions, self._attention
         with (
             self._state.proving(self._own, self._block),
@@ -226,6 +235,8 @@ class RunsTwice:
         before = state.before() if looks else []
         self._hooked = [(table, dict(table)) for table in state.hooks]
         self._given_versions = versions_of(self._arguments)
+        named = getattr(self._function, "keywords", {})
+        masks = {name: value.clone() for name, value in named.items() if state.may_write(name, value)}
         self._generators = state.generators
         self._random = [read() for read, _ in self._generators]
         self._decisions = Decisions(args) if looks or state.decides else None
@@ -233,6 +244,7 @@ class RunsTwice:
             with self._by_heads, self._decisions or nullcontext(), self._attention or nullcontext():
                 return self._function(*args)
         finally:
+            self._keep_written(masks, named)
             state.decides |= self._decisions is not None and bool(self._decisions.made)
             if looks or held.has_moved:
                 moved = held.moved()
@@ -245,6 +257,17 @@ class RunsTwice:
             self._copies = {i: was for i, was in possible.items() if places[i] in state.moving}
             self._created = state.created(before)
             self._own = held.settle()
+
+    def _keep_written(self, masks: dict[str, Tensor], named: dict[str, Any]) -> None:
+        """Of `masks`, copies of arguments in `named`, keep those whose originals the forward changed in place."""
+        before = [(each, version) for each, version in zip(self._arguments, self._given_versions, strict=True)]
+        changed = {id(each) for each, version in before if versions_of([each]) != [version]} if masks else set()
+        if written := {name: mask for name, mask in masks.items() if id(named[name]) in changed}:
+            self._state.written |= written.keys()
+            self._given[1].update(written)
+            changed = {id(named[name]) for name in written}
+            self._arguments = [each for each, _ in before if id(each) not in changed]
+            self._given_versions = [version for each, version in before if id(each) not in changed]
 
     def _possible_copies(self, held: Held, looks: bool) -> dict[int, Tensor]:
         """Index of a slot -> a copy of its tensor, where the forward may be about to change the tensor in place."""
