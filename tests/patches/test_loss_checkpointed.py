@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from memopt.patches.loss import plain, rows
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head, whole_logits
-from tests.patches.logit_cases import BATCH, CLASSES, LABELS, OPERATIONS, READERS, TOKENS, WIDTH, Model
+from tests.patches.logit_cases import BATCH, CLASSES, LABELS, LOSSES, OPERATIONS, READERS, TOKENS, WIDTH, Model
 
 Loss = Callable[[Any], Tensor]
 _TEACHER = torch.randn(BATCH, TOKENS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -92,11 +92,15 @@ def _step(loss_of: Callable[[Any], Tensor], patched: bool) -> list[Any]:
     return [loss.detach(), *(each.grad for each in model.parameters())]
 
 
-def _same(loss_of: Callable[[Any], Tensor]) -> bool:
+def _same(loss_of: Callable[[Any], Tensor], rounding: float = 0.0) -> bool:
+    """Whether the steps agree to 1e-9, or to a `rounding` of the largest number of a gradient."""
     stock, found = _step(loss_of, False), _step(loss_of, True)
     if len(stock) != len(found) or len(stock) == 1:
         return stock == found
-    return all(torch.allclose(one, other, rtol=1e-9, atol=1e-9) for one, other in zip(found, stock, strict=True))
+    return all(
+        torch.allclose(one, other, rtol=1e-9, atol=max(1e-9, rounding * float(other.abs().max())))
+        for one, other in zip(found, stock, strict=True)
+    )
 
 
 _LOSSES = {"jsd": _jsd, "entropy": _entropy, "mse": _mse, "cross-entropy": _cross_entropy}
@@ -125,7 +129,18 @@ def test_a_matrix_of_checkpointed_programs_is_stock(count: int) -> None:
     spans = itertools.product(operations, READERS)
     programs = list(itertools.product(spans, _WHOLE, _KINDS, ("with the operation", "after the operation")))
     chosen = torch.randperm(len(programs), generator=torch.Generator().manual_seed(count))[:count].tolist()
-    different = [str(programs[index]) for index in chosen if not _same(functools.partial(loss_of, *programs[index]))]
+
+    def rounding(span: tuple[str, str]) -> float:
+        """Stock rounds the loss and each logit's gradient to the dtype that the logits are cast to; a loss in parts
+        rounds its sum elsewhere. Each is half an eps, and the square of the loss doubles both."""
+        dtype = OPERATIONS[span[0]](_TEACHER).dtype
+        return 0.0 if dtype is torch.float64 or span[1] not in LOSSES else 2 * torch.finfo(dtype).eps
+
+    different = [
+        str(programs[index])
+        for index in chosen
+        if not _same(functools.partial(loss_of, *programs[index]), rounding(programs[index][0]))
+    ]
     assert not different, f"{len(different)} of {count}:\n" + "\n".join(different[:20])
 
 

@@ -94,7 +94,7 @@ def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     if call is None:
         y: Tensor = module(a + b)
         return y
-    return ms_norm(a, *call, residual=b)
+    return ms_norm(a, *call, b)
 
 
 def _are_alike(a: Tensor, b: Tensor) -> bool:
