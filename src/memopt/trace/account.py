@@ -113,8 +113,6 @@ class Account:
     """Bytes of one unit: the hidden state (tokens x hidden size) that enters the first block, in the compute dtype.
     0 if no block was seen."""
     notes: tuple[str, ...] = ()
-    hidden_in: str = ""
-    """The module in which most of the `unseen` bytes were allocated."""
     trace: Trace | None = None
     """The whole step; None if no backward was run."""
 
@@ -185,19 +183,16 @@ def account(
         graph = _graph(run())
     gc.collect()
     causes = Causes(sites)
-    saved = {
-        storage_id(storage): _described(birth, storage.nbytes(), saves, tracker, running, causes)
+    counted = tuple(
+        _described(birth, storage.nbytes(), saves, tracker, running, causes)
         for storage, saves in running.saved()
         if (birth := tracker.birth(storage_id(storage))) is not None
-    }
-    counted = tuple(saved.values())
+    )
     unseen = sum(each.nbytes() for each, _ in tracker.alive()) - sum(entry.nbytes for entry in counted)
-    hidden = _sums((birth.module, each.nbytes()) for each, birth in tracker.alive() if storage_id(each) not in saved)
     del graph
     if any(each.cause == EXPERTS for each in counted):
         notes = (*notes, EXPERTS_NOTE)
-    hidden_in = max(hidden, key=lambda module: hidden[module], default="")
-    return Account(counted, tuple(blocks), unseen, running.unit, tuple(notes), hidden_in)
+    return Account(counted, tuple(blocks), unseen, running.unit, tuple(notes))
 
 
 def live_bytes(run: Callable[[], Any]) -> int:
@@ -205,12 +200,11 @@ def live_bytes(run: Callable[[], Any]) -> int:
 
     The returned tensors are freed first. Any reference counts. The result equals `Account.total` if hooks miss nothing.
     """
-    return live_by_module(run).total()
+    return live_by_module(run, StorageTracker()).total()
 
 
-def live_by_module(run: Callable[[], Any], module: Callable[[], str] = str) -> Counter[str]:
-    """The bytes of `live_bytes` by module: `module` returns the name of the module that is running."""
-    tracker = StorageTracker(module)
+def live_by_module(run: Callable[[], Any], tracker: StorageTracker) -> Counter[str]:
+    """The bytes of `live_bytes` by the module that `tracker` finds."""
     with tracker:
         graph = _graph(run())
     gc.collect()

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from memopt.patches.swap import is_swapped
 from memopt.saved.scope import RecomputeScope
 from memopt.trace.account import Account, account, live_by_module, live_bytes
 from memopt.trace.arguments import PRECISIONS
+from memopt.trace.timeline import Timeline
 from memopt.trace.trace import trace_account
 from memopt.trace.training import Step, Training
 from memopt.verification.inputs import Probes
@@ -71,6 +71,8 @@ class _Patched:
     in_scopes: Account
     """The same with a scope around each block that the check opens itself, whatever the patched code opens."""
     live: int
+    hidden_in: str
+    """The module that allocated most of the live bytes that `account` does not have."""
     plan: PlanView | None
     modules: frozenset[str]
     """Names of the modules that are patched."""
@@ -93,23 +95,22 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
     def run_patched(model: nn.Module) -> _Patched:
         run = _forward(model, probes)
         measured, live = account(model, run, blocks=sites.blocks, sites=sites), live_bytes(run)
-        if live != measured.saved and not measured.hidden_in:
-            measured = replace(measured, hidden_in=_hidden_in(model, run, measured))
+        hidden_in = _hidden_in(model, run, measured) if live - stock.hidden > measured.saved else ""
         record = record_of(model)
         plan = None if record is None else record.plan
         swapped = frozenset(name for name, module in model.named_modules() if is_swapped(module))
         if plan is None:
-            return _Patched(measured, measured, live, plan, swapped)
+            return _Patched(measured, measured, live, hidden_in, plan, swapped)
         with _in_scopes(model, plan):
             in_scopes = account(model, run, blocks=sites.blocks, sites=sites)
-        return _Patched(measured, in_scopes, live, plan, swapped)
+        return _Patched(measured, in_scopes, live, hidden_in, plan, swapped)
 
     stock = load_run_free(trial.stock, run_stock)
     probes, driven, sites = stock.probes, stock.driven, stock.sites
     load = functools.partial(load_patched, trial.source, trust_remote_code=trial.trust_remote_code, inputs=driven)
     run = load_run_free(load, run_patched)
     patched = run.account
-    checks = [*_compare(stock.account, patched, run.live - stock.hidden, probes), *_each_module(stock, run)]
+    checks = [*_compare(stock, run), *_each_module(stock, run)]
     precision = PRECISIONS.get(stock.dtype)
     if precision is None:
         return [*checks, _skipped("no trace is made for checkpoints in this dtype")]
@@ -128,18 +129,7 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
 def _hidden_in(model: nn.Module, run: Callable[[], Tensor], measured: Account) -> str:
     """The module that allocated most of the live bytes that `measured` does not have, read from the stack: an account
     registers hooks, and modules may take another path under hooks."""
-    names = {id(module): name for name, module in model.named_modules()}
-
-    def running() -> str:
-        frame = inspect.currentframe()
-        while frame is not None:
-            name: str | None = names.get(id(frame.f_locals.get("self")))
-            if name is not None:
-                return name
-            frame = frame.f_back
-        return ""
-
-    hidden = live_by_module(run, running)
+    hidden = live_by_module(run, Timeline(model))
     for each in measured.storages:
         hidden[each.module] -= each.nbytes
     return max(hidden, key=lambda name: hidden[name], default="")
@@ -150,7 +140,8 @@ def _forward(model: nn.Module, probes: Probes) -> Callable[[], Tensor]:
     return lambda: loss_of(model(**inputs))
 
 
-def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Iterator[Check]:
+def _compare(of_stock: _Stock, run: _Patched) -> Iterator[Check]:
+    stock, patched, live = of_stock.account, run.account, run.live - of_stock.hidden
     blocks = list(stock.blocks)
     before, after = _of_blocks(stock), _of_blocks(patched)
     subject = f"{len(blocks)} blocks" if blocks else "whole model"
@@ -169,11 +160,10 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
     )  # fmt: skip
     hidden = max(live - patched.saved, 0)
     yield Check(
-        id="memory.nothing_hidden", level="memory",
-        subject=patched.hidden_in if hidden and patched.hidden_in else "whole model",
+        id="memory.nothing_hidden", level="memory", subject=run.hidden_in or "whole model",
         status="pass" if hidden == 0 else "fail", metric="live bytes after forward that are in no saved tensor",
         value=float(hidden), threshold=0.0, threshold_reason="every live byte belongs to a saved tensor",
-        reference="live storages after the forward beyond stock's", n=live, detail=f"inputs: {probes.source}",
+        reference="live storages after the forward beyond stock's", n=live, detail=f"inputs: {of_stock.probes.source}",
     )  # fmt: skip
 
 

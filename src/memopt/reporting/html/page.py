@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 import memopt
 from memopt.errors import printable
-from memopt.reporting.compare import UNSEEN
+from memopt.reporting.compare import UNSEEN, Row
 from memopt.reporting.html.shapes import Chart, chart_data, drawn_chart, peak_rows, share, ticks
 from memopt.reporting.text import changed
 
@@ -138,12 +138,15 @@ def _saved(comparison: Comparison) -> list[SimpleNamespace]:
         for kind in comparison.kinds()
     ]
     groups.append(("outside of single blocks", 1, comparison.rest()))
+    unseen = (comparison.before.unseen, comparison.after.unseen)
+    if any(unseen):
+        groups.append((UNSEEN, 1, (Row("other", "", (), *unseen, 0, 0),)))
     rows = [
         SimpleNamespace(
             where=where,
             order=order,
             cause=row.cause,
-            what=row.what.partition(" x ")[2] or row.what,
+            what=row.what.rpartition(" x ")[2],
             count_before=count * row.count_before,
             count_after=count * row.count_after,
             before=count * row.before,
@@ -152,18 +155,4 @@ def _saved(comparison: Comparison) -> list[SimpleNamespace]:
         for order, (where, count, group) in enumerate(groups)
         for row in group
     ]
-    unseen = (comparison.before.unseen, comparison.after.unseen)
-    if any(unseen):
-        rows.append(
-            SimpleNamespace(
-                where=UNSEEN,
-                order=len(groups),
-                cause="other",
-                what="",
-                count_before=0,
-                count_after=0,
-                before=unseen[0],
-                after=unseen[1],
-            )
-        )
     return sorted(rows, key=lambda row: -row.before)
