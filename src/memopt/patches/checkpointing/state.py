@@ -260,7 +260,7 @@ class RunsTwice:
 
     def _keep_written(self, masks: dict[str, Tensor], named: dict[str, Any]) -> None:
         """Of `masks`, copies of arguments in `named`, keep those whose originals the forward changed in place."""
-        before = [(each, version) for each, version in zip(self._arguments, self._given_versions, strict=True)]
+        before = list(zip(self._arguments, self._given_versions, strict=True))
         changed = {id(each) for each, version in before if versions_of([each]) != [version]} if masks else set()
         if written := {name: mask for name, mask in masks.items() if id(named[name]) in changed}:
             self._state.written |= written.keys()

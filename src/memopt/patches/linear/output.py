@@ -44,7 +44,7 @@ _WHY = ", since the module's output is recomputed. Change weights after backward
 
 
 class _Notes(Notes):
-    """What the first run of a module showed."""
+    """Notes on the first run of a module."""
 
     def __init__(self) -> None:
         self.is_compared = False
