@@ -197,10 +197,10 @@ def test_softmaxes_of_blocks_are_recomputed_where_the_recipe_says_so(recipe: str
     [
         ((), "exact"),
         (("gradient_error=0.1",), "exact"),
-        (("compression.method=int8", "gradient_error=0.1"), "approximate, by 10%"),
+        (("compression.method=int8", "gradient_error=0.1"), "10% off"),
         (("compression.method=int8",), "approximate, undeclared"),
         (("linears.method=wta-crs",), "sampled"),
-        (("activations.code=2bit", "gradient_error=0.3", "linears.method=crs"), "approximate, by 30%; sampled"),
+        (("activations.code=2bit", "gradient_error=0.3", "linears.method=crs"), "30% off; sampled"),
         (("activations.code=2bit", "activations.method=none"), "exact"),
     ],
 )

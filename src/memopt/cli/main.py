@@ -28,6 +28,13 @@ _HELP = "Patch Hugging Face models to fine-tune them in less memory, and prove t
 #: Environment variable that a shell sets to get completions; other variables hold the command line.
 _COMPLETION = "_MEMOPT_COMPLETE"
 COMMANDS = ("patch", "verify", "report", "unpatch", "recipes", "doctor")
+#: Type of a parser's error -> what it says of the value, and of the limit.
+_FAULTS = {
+    "int_parsing": "'{}' is not a whole number",
+    "float_parsing": "'{}' is not a number",
+    "greater_than_equal": "{} is less than {:g}",
+    "less_than_equal": "{} is more than {:g}",
+}
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
@@ -172,8 +179,16 @@ def _explain(error: Exception, command: str | None) -> UsageError:
         near = getattr(error, "possibilities", None)
         end = "?" if "Did you mean" in message else "."
         return UsageError(f"{message}{end}", f"Did you mean {near[0]}?" if near else _try_help(command))
-    full: str = error.format_message()
-    return UsageError(full.replace("Value error, ", "").rstrip(".") + ".", _try_help(command))
+    error.message = _in_words(error)
+    return UsageError(error.format_message().rstrip(".") + ".", _try_help(command))
+
+
+def _in_words(error: typer.BadParameter) -> str:
+    """The error's message; one of typer's parser, which speaks of its own types, in words that show the value."""
+    fault: dict[str, Any] = next(iter(getattr(error.__context__, "errors", list)()), {})
+    if words := _FAULTS.get(fault.get("type", "")):
+        return words.format(fault["input"], *fault.get("ctx", {}).values())
+    return error.message.replace("Value error, ", "")
 
 
 def _try_help(command: str | None) -> str:

@@ -203,8 +203,8 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def model_folder(source: str | Path, revision: str | None = None) -> Path | None:
-    """The folder that `source` names; None if it is a hub id. Raises a ModelError if `source` is a path without a
-    folder, or a folder is there and a `revision` is given."""
+    """The folder that `source` names; None if it is a hub id. Raises a ModelError if `source` is neither, or a folder
+    is there and a `revision` is given."""
     name = path_text(source)
     if not name:
         raise ModelError("The name of the model is empty.", "Give a folder or a hub id.")
@@ -217,7 +217,19 @@ def model_folder(source: str | Path, revision: str | None = None) -> Path | None
         raise ModelError(f"'{source}' is a file, not a model folder.", "Give the folder that holds its config.json.")
     if isinstance(source, Path) or name.startswith((".", "/", "~")):
         raise ModelError(f"The folder '{source}' does not exist.", "Check the path.")
+    _check_hub_id(name)
     return None
+
+
+def _check_hub_id(name: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        message = f"'{name}' is neither an existing folder nor a hub id."
+        raise ModelError(message, "A hub id is 'name' or 'organisation/name'.") from None
 
 
 def patched_folder_at(directory: str | Path) -> Path:

@@ -19,7 +19,6 @@ from urllib.parse import quote
 
 import huggingface_hub
 from huggingface_hub import constants, errors
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from memopt.errors import ModelError
 
@@ -39,21 +38,18 @@ def from_hub(model: str, revision: str | None, what: str, download: Callable[...
     """The path that `download` returns; it has the argument `local_files_only` of the hub's functions.
 
     Args:
-        model: a hub id, ``name`` or ``organisation/name``.
+        model: a hub id, as `model_folder` accepts it.
         revision: branch, tag or commit.
         what: the file or files that are fetched, in words.
 
     Raises:
-        ModelError: the id, the revision or the file does not exist, is gated, or cannot be reached; says which.
+        ModelError: the model, the revision or the file does not exist, is gated, or cannot be reached; says which.
     """
     at = f" at revision '{revision}'" if revision else ""
     page = f"{constants.ENDPOINT}/{model}"
     try:
         cached_only = not hub_answers(model, revision)
         return Path(in_thread(lambda: download(local_files_only=cached_only)))
-    except errors.HFValidationError:
-        message = f"'{model}' is neither an existing folder nor a hub id."
-        raise ModelError(message, "A hub id is 'name' or 'organisation/name'.") from None
     except errors.GatedRepoError:
         message = f"The model '{model}' on the hub is gated and this machine has no access to it."
         hint = f"Accept its terms at {page}, then log in with 'hf auth login' or set HF_TOKEN."
@@ -87,11 +83,9 @@ def _why_offline() -> tuple[str, str]:
 
 
 def hub_answers(model: str, revision: str | None = None) -> bool:
-    """Whether the hub answers a request about `model` within `PATIENCE` seconds; false with HF_HUB_OFFLINE. Raises an
-    HFValidationError if `model` is no hub id."""
+    """Whether the hub answers a request about the model within `PATIENCE` seconds; false with HF_HUB_OFFLINE."""
     if constants.HF_HUB_OFFLINE:
         return False
-    validate_repo_id(model)
     endpoint, now = constants.ENDPOINT, time.monotonic()
     when, answered = _asked.get(endpoint, (now - _REMEMBERED, False))
     if now - when >= _REMEMBERED:

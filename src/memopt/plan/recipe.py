@@ -53,8 +53,8 @@ class Recipe(Strict):
     @property
     def accuracy(self) -> str:
         """The accuracy of the gradients, in words."""
-        declared = f"by {self.gradient_error:.0%}" if self.gradient_error else "undeclared"
-        said = {"approximate": f"approximate, {declared}", "sampled": "sampled"}
+        approximate = f"{self.gradient_error:.0%} off" if self.gradient_error else "approximate, undeclared"
+        said = {"approximate": approximate, "sampled": "sampled"}
         return "; ".join(said[effect] for effect in sorted(self.effects)) or EXACT
 
     @property

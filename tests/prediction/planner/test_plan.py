@@ -163,7 +163,7 @@ def test_an_approximate_recipe_is_taken_where_no_exact_plan_fits_and_can_be_used
         choose(task, own - 1)
     plan = choose(task, own - 1, approximate=[recipe]).plan
     assert (plan.total, plan.exact) == (coded, False)
-    assert "gradients approximate, by 10%" in str(plan)
+    assert "gradients 10% off" in str(plan)
     model = memopt.patch(tiny_model("llama").train(), plan.recipe)
     assert f"recipe '{recipe.name}'" in str(memopt.summary(model))
     assert choose(task, own, approximate=[recipe]).plan.exact
