@@ -66,6 +66,11 @@ class Output:
     width: int
     itemsize: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.rows * self.width * self.itemsize
+
 
 @dataclass(frozen=True)
 class Saves:

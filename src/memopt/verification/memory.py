@@ -86,8 +86,9 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
         # Without a batch of the user's or a processor's, the walk guesses inputs itself, in all variants.
         driven = None if probes.guessed else cast_inputs(probes.batches[0], stored_dtype(model))
         sites = walk_model(model, driven)
+        run = _forward(model, probes)
         with _outputs(model) as outputs:
-            measured = account(model, run := _forward(model, probes), blocks=sites.blocks, sites=sites)
+            measured = account(model, run, blocks=sites.blocks, sites=sites)
         parameters = {name: sum(each.nbytes for each in module.parameters()) for name, module in model.named_modules()}
         hidden = max(live_bytes(run) - measured.saved, 0)
         return _Stock(measured, model.config, stored_dtype(model), probes, driven, sites, outputs, parameters, hidden)
@@ -136,8 +137,14 @@ def _hidden_in(model: nn.Module, run: Callable[[], Tensor], measured: Account) -
 
 
 def _forward(model: nn.Module, probes: Probes) -> Callable[[], Tensor]:
+    """A forward of the model, which has run once: what a model keeps from its first forward on is no saved tensor."""
     inputs = cast_inputs({**probes.batches[0], **probes.targets[0]}, stored_dtype(model))
-    return lambda: loss_of(model(**inputs))
+
+    def run() -> Tensor:
+        return loss_of(model(**inputs))
+
+    run()
+    return run
 
 
 def _compare(of_stock: _Stock, run: _Patched) -> Iterator[Check]:
@@ -236,7 +243,10 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
             kept[each.module] += each.nbytes
     unsaved = {name for each in planned for name in each.unsaved}
     for each in patched.account.storages:
-        if each.module in unsaved and each.module in patched.modules and each.savers_modules - {each.module}:
+        # A smaller tensor is no output: a rule copies the statistics of the batch norm before, when this module reads.
+        smallest = min((output.nbytes for output in stock.outputs.get(each.module, ())), default=0)
+        is_output = each.module in unsaved and each.module in patched.modules and each.nbytes >= smallest
+        if is_output and each.savers_modules - {each.module}:
             kept[each.module] += each.nbytes
     in_scopes = patched.in_scopes.per_block()
     for block, nbytes in patched.account.per_block().items():
