@@ -250,6 +250,7 @@ def fit(
     *,
     gpu: str | None = None,
     optimizer: Optimizer = "adamw-fused",
+    accumulation: int = 1,
     release_gradients: bool = False,
     sharding: Sharding = "none",
     devices: int = 1,
@@ -279,6 +280,8 @@ def fit(
     Args:
         gpu: a card or its memory (``rtx4090``, ``24GiB``); without it, only the peaks are predicted.
         optimizer: the optimizer whose states and temporary tensors are counted.
+        accumulation: micro-batches in a step (gradient accumulation), each of `batch` rows; with more than one,
+            gradients also live during forward.
         release_gradients: whether the optimizer steps in backward, as with :func:`memopt.release_gradients`.
         sharding: how `devices` share weights, gradients and states: ``ddp``, ``fsdp``, ``zero1`` to ``zero3``.
         devices: number of devices.
@@ -291,7 +294,13 @@ def fit(
         RecipeError: the recipe is unknown.
     """
     request = Request.of(locals())
-    setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
+    setup = Setup(
+        optimizer,
+        accumulation=accumulation,
+        release_gradients=release_gradients,
+        sharding=sharding,
+        devices=devices,
+    )
     setup.check_precision(request.precision)
     return Fit(**vars(headline(request, gpu=gpu, setup=setup, longest=longest)))
 

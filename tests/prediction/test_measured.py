@@ -64,6 +64,24 @@ def test_released_gradients_leave_what_they_leave_in_a_real_step(
     assert found <= predict(of).peak.nbytes
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.rotates(3)
+def test_gradients_that_accumulate_take_what_they_take_in_a_real_step(
+    name: str, recipe: str | None, checkpointing: Checkpointing
+) -> None:
+    """A later micro-batch adds each gradient to the one that lives already, and frees it."""
+    config = named_config(name)
+    training = Training(2, 64, precision="fp32", checkpointing=checkpointing, cuda_kernels=False)
+    of = Step(config, training, sites_of(config), load_recipe(recipe) if recipe else None)
+    real = RealStep(of, setup := Setup(accumulation=3))
+    real.run()
+    found = predict(of, setup).peak.nbytes
+    assert found == pytest.approx(real.live_peak(), abs=256)
+    assert found > predict(of).peak.nbytes
+
+
 @pytest.mark.parametrize("targets", [12, 120])
 def test_the_step_of_a_ctc_loss_is_predicted(targets: int) -> None:
     """PyTorch's operator has no rule for fake tensors."""

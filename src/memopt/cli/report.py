@@ -90,6 +90,10 @@ def report(
         Optimizer,
         typer.Option(metavar="NAME", help=f"Optimizer whose states and transients count: {', '.join(OPTIMIZERS)}."),
     ] = "adamw-fused",
+    accumulation: Annotated[
+        int,
+        typer.Option(min=1, metavar="NUMBER", help="Micro-batches in a step (gradient accumulation), each of --batch."),
+    ] = 1,
     release_gradients: Annotated[
         bool,
         typer.Option("--release-gradients", help="The optimizer steps in backward and frees gradients one by one."),
@@ -172,7 +176,13 @@ def report(
     if train != "full":
         check_peft()
     request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
-    setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
+    setup = Setup(
+        optimizer,
+        accumulation=accumulation,
+        release_gradients=release_gradients,
+        sharding=sharding,
+        devices=devices,
+    )
     setup.check_precision(precision)
     card = budget if gpu is None else gpu
     setup = setup if card is None else setup_on(find_card(card), setup)

@@ -141,7 +141,7 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
     if setup.accumulation > 1:
         # Later micro-batches add to the gradients of the first; their own gradients are freed after the addition.
         resident += [Storage(each.nbytes, each.part, each.module) for each in share.gradients]
-        events = [*share.accumulating(), *step]
+        events = [*share.released(), *step]
     elif setup.release_gradients:
         events = [*share.released(lambda each: follow(((each.shape, getattr(torch, each.dtype)),), setup, cuda).events)]
     else:
@@ -166,6 +166,8 @@ def _assumptions(traced: Trace, setup: Setup) -> list[str]:
         "held until backward has ended.",
         f"Optimizer: {OPTIMIZERS[setup.optimizer]}.",
     ]
+    if setup.accumulation > 1:
+        found.append("Accumulation: a later micro-batch, in whose forward the gradients of those before it live.")
     if idle := [each for each in traced.parameters if each.is_idle]:
         found.append(
             f"No gradient in this step: {gib(sum(each.nbytes for each in idle))} of trained weights, for example "

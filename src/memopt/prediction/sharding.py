@@ -40,16 +40,9 @@ class Share:
     """Storages that live only in the optimizer's step, beside its own allocations."""
     notes: tuple[str, ...] = ()
 
-    def accumulating(self) -> Iterator[Event]:
-        """`events` of a later micro-batch, where a gradient is freed once it is added to that of the first."""
-        added = set(self.gradients)
-        for event in self.events:
-            yield event
-            if event.allocated and event.storage in added:
-                yield Event(event.storage, False, event.moment)
-
-    def released(self, step_of: Callable[[Storage], Iterable[Event]]) -> Iterator[Event]:
-        """`events`, where the optimizer steps each parameter once its gradient is complete, and frees the gradient.
+    def released(self, step_of: Callable[[Storage], Iterable[Event]] = lambda _: ()) -> Iterator[Event]:
+        """`events`, where each gradient is freed once it is complete, after the optimizer's step of its parameter
+        (`step_of`); without a step, a later micro-batch adds it to the gradient that lives already.
 
         A gradient is complete when another module allocates and, if it is a sum, its last term has been added.
         """
