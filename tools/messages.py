@@ -26,7 +26,7 @@ _WARNS = re.compile(r"(warnings\.warn|_?logger\.warning)")
 _ENTRY = re.compile(r"^ *- `` ?(.*?) ?``|^ *- `(.*?)`", re.MULTILINE)
 #: Messages that another object holds: they are raised elsewhere, or are a library's.
 PASSED_ON = re.compile(
-    r"(first|error)\.message|str\(error\)|_explain\(.*\)|full\.replace\(.*"
+    r"(first|error)\.message|str\(error\)|_explain\(.*\)|full\.rstrip\(.*"
     r"|f'{message}{end}'|f'{one_line\(error\)}\.'|'%s'"
 )
 

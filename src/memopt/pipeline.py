@@ -36,7 +36,7 @@ from memopt.walk.models.attention import Implementation
 from memopt.walk.models.config import load_config
 
 #: Arguments of `fit` that `report` does not have.
-_OF_FIT = {"gpu", "optimizer", "sharding", "devices"}
+_OF_FIT = {"gpu", "optimizer", "accumulation", "release_gradients", "sharding", "devices", "longest"}
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,7 @@ def report(
     lora_targets: Sequence[str] = (ALL_LINEAR,),
     lora_dtype: AdapterDtype = "fp32",
     lora_dropout: float = 0.0,
+    freeze: Sequence[str] = (),
     checkpointing: Checkpointing = "none",
     attention: Implementation | None = None,
     overrides: Sequence[str] = (),
@@ -215,6 +216,8 @@ def report(
         lora_targets: linears that get an adapter: ``all-linear``, or ends of module names.
         lora_dtype: ``fp32``, as PEFT makes adapters, or ``base``, the dtype of the base weights.
         lora_dropout: probability of the adapters' dropouts.
+        freeze: what full tuning does not train: names of modules or parameters, whole or a part between dots, where *
+            stands for any characters (``visual``, ``layers.[0-7]``).
         checkpointing: activation checkpointing of every block, or none.
         attention: the ``attn_implementation`` with which the model is loaded; by default transformers' choice.
         overrides: keys of the recipe to change, as ``key=value``.
@@ -263,6 +266,7 @@ def fit(
     lora_targets: Sequence[str] = (ALL_LINEAR,),
     lora_dtype: AdapterDtype = "fp32",
     lora_dropout: float = 0.0,
+    freeze: Sequence[str] = (),
     checkpointing: Checkpointing = "none",
     attention: Implementation | None = None,
     overrides: Sequence[str] = (),

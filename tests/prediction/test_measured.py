@@ -82,6 +82,41 @@ def test_gradients_that_accumulate_take_what_they_take_in_a_real_step(
     assert found > predict(of).peak.nbytes
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
+@pytest.mark.parametrize(
+    ("name", "frozen"), [("llama", ("embed_tokens", "layers.0")), ("t5", ("encoder",)), ("bert", ("LayerNorm", "pos*"))]
+)
+@pytest.mark.rotates(3)
+def test_what_is_frozen_takes_what_it_takes_in_a_real_step(
+    name: str, frozen: tuple[str, ...], recipe: str | None, checkpointing: Checkpointing
+) -> None:
+    config = named_config(name)
+    training = Training(2, 64, precision="fp32", checkpointing=checkpointing, cuda_kernels=False, frozen=frozen)
+    of = Step(config, training, sites_of(config), load_recipe(recipe) if recipe else None)
+    real = RealStep(of, Setup())
+    real.run()
+    found = predict(of).peak.nbytes
+    assert found == pytest.approx(real.live_peak(), abs=256)
+    assert found < predict(replace(of, training=replace(training, frozen=()))).peak.nbytes
+
+
+@pytest.mark.parametrize(
+    ("frozen", "why"),
+    [
+        (("embed_token",), "no module or parameter of LlamaForCausalLM. Its parts are named embed_tokens."),
+        (("*norm*", "visual"), "'visual' (--freeze) is no module or parameter of LlamaForCausalLM."),
+        (("model", "lm_head"), "nothing is left to train"),
+        (("*",), "nothing is left to train"),
+    ],
+)
+def test_a_name_that_freezes_nothing_or_everything_is_told(frozen: tuple[str, ...], why: str) -> None:
+    config = named_config("llama")
+    with pytest.raises(ModelError) as raised:
+        predict(Step(config, Training(2, 64, frozen=frozen), sites_of(config)))
+    assert why in str(raised.value)
+
+
 @pytest.mark.parametrize("targets", [12, 120])
 def test_the_step_of_a_ctc_loss_is_predicted(targets: int) -> None:
     """PyTorch's operator has no rule for fake tensors."""

@@ -228,6 +228,8 @@ def test_a_report_that_is_asked_whether_it_fits_names_fit() -> None:
         ({"lora_rank": None}, "lora_rank is None, and"),
         ({"train": "qlora", "lora_dtype": "base"}, "'base' has no effect"),
         ({"lora_dropout": "0.1"}, "lora_dropout is '0.1', and"),
+        ({"train": "lora", "freeze": "visual"}, "freeze has no effect"),
+        ({"accumulation": 0}, "micro-batches (0) have to be whole and positive"),
         ({"devices": 2.0, "sharding": "zero3"}, "Devices (2.0) and micro-batches (1) have to be whole and positive"),
         ({"precision": 16, "release_gradients": True}, "precision is 16"),
         ({"precision": "fp16", "release_gradients": True}, "Gradients cannot be released with fp16"),
@@ -246,6 +248,7 @@ def test_targets_and_overrides_may_be_one_text() -> None:
     assert Request("MODEL", batch=np.int64(2)).batch == 2
     assert Request("MODEL", overrides="loss.method=none").overrides == ("loss.method=none",)
     assert Request("MODEL", lora_targets="q_proj, v_proj").lora_targets == ("q_proj", "v_proj")
+    assert Request("MODEL", freeze="visual, layers.[0-7]").training.frozen == ("visual", "layers.[0-7]")
 
 
 @pytest.mark.slow

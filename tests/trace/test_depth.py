@@ -35,6 +35,7 @@ def step_of(config: PreTrainedConfig, recipe: str | None) -> Step:
     [
         pytest.param("llama", None, Training(2, 16), marks=pytest.mark.slow),
         ("llama", "exact-unfolded", Training(2, 16, train="lora")),
+        ("llama", "exact-unfolded", Training(2, 16, frozen=("embed_tokens", "layers.[0-2]"))),
         pytest.param("llama", "exact-levels", Training(2, 16), marks=pytest.mark.slow),
         pytest.param("llama", "int8", Training(2, 16, checkpointing="full"), marks=pytest.mark.slow),
     ],

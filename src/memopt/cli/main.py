@@ -180,7 +180,8 @@ def _explain(error: Exception, command: str | None) -> UsageError:
         end = "?" if "Did you mean" in message else "."
         return UsageError(f"{message}{end}", f"Did you mean {near[0]}?" if near else _try_help(command))
     error.message = _in_words(error)
-    return UsageError(error.format_message().rstrip(".") + ".", _try_help(command))
+    full: str = error.format_message()
+    return UsageError(full.rstrip(".") + ".", _try_help(command))
 
 
 def _in_words(error: typer.BadParameter) -> str:

@@ -74,6 +74,10 @@ def report(
     lora_dropout: Annotated[
         float, typer.Option(min=0.0, max=1.0, metavar="PROBABILITY", help="Of the adapters' dropouts.")
     ] = 0.0,
+    freeze: Annotated[
+        str | None,
+        common.optional("Parts that full tuning does not train, e.g. visual,embed_tokens or 'layers.[0-7]'.", "NAMES"),
+    ] = None,
     checkpointing: Annotated[
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
@@ -149,6 +153,8 @@ def report(
     asked.check_options(gpu)
     if release_gradients and emit:
         raise UsageError("--release-gradients and --emit cannot go together.", "Add the call to the training yourself.")
+    if freeze and emit:
+        common.note("note: no engine's file freezes weights: your training has to, before its first step.")
     mode = asked.planner or ("--measure" if measure else None)
     left_out = {"--gpu": gpu is not None and not asked.planner, "--verbose": verbose, "--longest": longest}
     if mode == "--measure":
@@ -175,7 +181,9 @@ def report(
         load_recipe(DEFAULT_MEMORY_RECIPE if recipe is None else recipe, overrides or ())
     if train != "full":
         check_peft()
-    request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
+    request = Request.of(
+        {**locals(), "lora_targets": targets, "freeze": freeze or (), "overrides": tuple(overrides or ())}
+    )
     setup = Setup(
         optimizer,
         accumulation=accumulation,

@@ -163,7 +163,8 @@ class Comparison:
         return {
             "model": {"id": self.model, "class": self.model_class},
             "recipe": self.recipe,
-            "training": asdict(self.training) | {"lora_targets": list(self.training.lora_targets)},
+            "training": asdict(self.training)
+            | {"lora_targets": list(self.training.lora_targets), "frozen": list(self.training.frozen)},
             "inputs": self.inputs,
             "unit_bytes": self.before.unit,
             "before": _account(self.before),

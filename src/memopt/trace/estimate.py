@@ -11,15 +11,17 @@ import copy
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.errors import ModelError
+from memopt.errors import ModelError, first_of
 from memopt.kernels.base.device import pieces_computed
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
@@ -182,6 +184,8 @@ def build_trained(
     _widen_as_loaded(model, weights)
     for parameter in model.parameters():  # `from_pretrained` trains what it reads, frozen by the constructor or not
         parameter.requires_grad_(parameter.is_floating_point())
+    if training.frozen:
+        _freeze(model, training.frozen)
     run_experts(model, "grouped_mm")
     notes = []
     if training.train == "qlora":
@@ -203,6 +207,23 @@ def build_trained(
     if training.checkpointing == "full":
         _checkpoint(model)
     return Built(model, trained, [*_attention_notes(model, of.inputs or {}), *notes, *training.notes(), *patched])
+
+
+def _freeze(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Freeze what `names` stand for (`Training.frozen`). Raises a ModelError if one stands for nothing, or nothing is
+    left to train."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        found = [each for parameter, each in parameters if fnmatchcase(f".{parameter}.", f"*.{name}.*")]
+        if not found:
+            parts = dict.fromkeys(part for parameter, _ in parameters for part in parameter.split("."))
+            near = get_close_matches(name, parts, 3) or [each for each in parts if not each.isdigit()]
+            message = f"'{name}' (--freeze) is no module or parameter of {type(model).__name__}."
+            raise ModelError(message, f"Its parts are named {first_of(near, 8)}.")
+        for each in found:
+            each.requires_grad_(False)
+    if not any(each.requires_grad for _, each in parameters):
+        raise ModelError("All weights are frozen (--freeze): nothing is left to train.", "Freeze less.")
 
 
 #: Config fields with the number of token positions; sounds and images have other fields. The limit of a decoder beside

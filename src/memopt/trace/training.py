@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from memopt.errors import ModelError, UsageError, check_choice
+from memopt.errors import ModelError, UsageError, check_choice, first_of
 from memopt.walk.models.attention import Implementation
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class Training:
     """Images in each row of text, whose features count as tokens of the row."""
     image_side: int | None = None
     """Height and width of an image in pixels; None for those in the config."""
+    frozen: tuple[str, ...] = ()
+    """What full tuning does not train: names of modules or parameters, whole or a part between dots, where * stands for
+    any characters: ``visual``, ``layers.[0-7]``, ``*norm*``."""
 
     @property
     def has_adapters(self) -> bool:
@@ -94,7 +97,7 @@ class Training:
             dropout = f", dropout {self.lora_dropout:g}" if self.lora_dropout else ""
             words.append(f"{kind} rank {self.lora_rank} on {', '.join(self.lora_targets)}{dropout}")
         else:
-            words.append("full fine-tuning")
+            words.append("full fine-tuning" + (f" but for {first_of(self.frozen, 3)}" if self.frozen else ""))
         words.append("activation checkpointing" if self.checkpointing == "full" else "no activation checkpointing")
         words += [f"attention by {self.attention}"] if self.attention else []
         return ", ".join(words)
@@ -114,6 +117,7 @@ class Request:
     lora_targets: Sequence[str] = (ALL_LINEAR,)
     lora_dtype: AdapterDtype = "fp32"
     lora_dropout: float = 0.0
+    freeze: Sequence[str] = ()
     checkpointing: Checkpointing = "none"
     attention: Implementation | None = None
     overrides: Sequence[str] = ()
@@ -145,9 +149,12 @@ class Request:
             raise UsageError(f"lora_dropout is {self.lora_dropout!r}, and has to be a number from 0 to 1.")
         if isinstance(self.overrides, str):
             object.__setattr__(self, "overrides", (self.overrides,))
-        if isinstance(self.lora_targets, str):  # as PEFT's target_modules
-            names = tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
-            object.__setattr__(self, "lora_targets", names)
+        for name in ("lora_targets", "freeze"):
+            if isinstance(text := getattr(self, name), str):  # as PEFT's target_modules
+                object.__setattr__(self, name, tuple(each.strip() for each in text.split(",") if each.strip()))
+        if self.freeze and self.train != "full":
+            hint = "Leave out --freeze (freeze), or use train 'full'."
+            raise UsageError("Adapters leave all other weights frozen: freeze has no effect.", hint)
         if self.lora_dtype == "base" and self.train == "qlora":
             hint = "Leave out --lora-dtype (lora_dtype), or use train 'lora'."
             raise UsageError("Adapters on 4-bit weights are in fp32: 'base' has no effect.", hint)
@@ -171,6 +178,7 @@ class Request:
             lora_dropout=self.lora_dropout if self.train != "full" else 0.0,
             checkpointing=self.checkpointing,
             attention=self.attention,
+            frozen=tuple(self.freeze),
             adapter_fp32=self.train != "full" and self.lora_dtype == "fp32" and self.precision in ("bf16", "fp16"),
         )
 

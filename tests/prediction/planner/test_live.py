@@ -68,6 +68,26 @@ def test_a_plan_counts_the_attention_that_the_model_or_the_recipe_runs() -> None
     assert totals[1] < totals[3]  # so its softmaxes were seen
 
 
+@pytest.mark.parametrize("frozen", [("embed_tokens", "layers.0", "norm"), ("layers.1.mlp.up_proj",), ()])
+def test_a_plan_trains_what_the_model_trains(monkeypatch: pytest.MonkeyPatch, frozen: tuple[str, ...]) -> None:
+    model = tiny_model("llama", num_hidden_layers=7)
+    for name in frozen:
+        model.model.get_submodule(name).requires_grad_(False)
+    traced = first_trace(monkeypatch, model)
+    assert traced.training.frozen == tuple(f"model.{name}" for name in frozen)
+    assert forms(each for each in traced.parameters if each.trained) == forms(
+        each for each in model.parameters() if each.requires_grad
+    )
+
+
+def test_a_model_whose_weights_are_all_frozen_is_planned_as_if_all_were_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Adapters may be added after the patch."""
+    model = tiny_model("llama").requires_grad_(False)
+    assert all(each.trained for each in first_trace(monkeypatch, model).parameters if not each.is_buffer)
+
+
 def test_a_budget_that_nothing_fits_leaves_the_model_as_it_was() -> None:
     model = tiny_model("llama")
     with pytest.raises(NegativeVerdict, match=r"No exact plan of LlamaForCausalLM fits in 100 MiB"):

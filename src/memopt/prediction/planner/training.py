@@ -76,9 +76,10 @@ def _plan_step(name: str, of: Step, budget: str | int, setup: Setup, parameters:
     rates = find_card(budget if isinstance(budget, str) else USUAL_CARD)
     task = _task(name, of, replace(setup, memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
-    if of.adapters is not None and _forms(own.trace.parameters) != _forms(parameters):
+    if (of.adapters or of.training.frozen) and _forms(own.trace.parameters) != _forms(parameters):
+        what = "weights" if of.adapters is None else "adapters"
         raise ModelError(
-            f"The adapters of {name} are trained in another way than the step that was traced for the budget.",
+            f"The {what} of {name} are trained in another way than the step that was traced for the budget.",
             "Pass a recipe instead of a budget.",
         )
     held, traced = (sum(each.nbytes for each in those) for those in (parameters, own.trace.parameters))
@@ -122,9 +123,7 @@ def plan_model(
     run: Run | None = None,
 ) -> Choice:
     """The fastest plan with which `model` trains: in its dtype, with its adapters, whatever their configs say, and with
-    checkpointing if that is on.
-
-    Without adapters all weights count as trained, frozen ones too.
+    checkpointing if that is on. Frozen weights stay frozen.
 
     Args:
         budget: memory of the device: ``24GiB``, the name of a card, or a number of bytes.
@@ -179,6 +178,7 @@ def plan_model(
         lora_dropout=getattr(plain, "lora_dropout", 0.0),
         attention=attention,
         checkpointing="full" if checkpoints else "none",
+        frozen=() if adapters is not None else _frozen(base, stock),
         adapter_fp32=precision in ("bf16", "fp16")
         and any(each.trained and each.dtype == torch.float32 for each in parameters),
     )
@@ -205,6 +205,20 @@ def _adapters(model: nn.Module, base: nn.Module, sites: Sites) -> Adapters | Non
         frozenset(name for name, each in base.named_parameters() if each.requires_grad),
         all(len(kind) == 1 for kind in kinds.values()),
     )
+
+
+def _frozen(model: nn.Module, stock: nn.Module) -> tuple[str, ...]:
+    """What is frozen in `model` and is in `stock`, built from its config, too: names of modules with nothing that is
+    trained, and of parameters outside of them. Empty if nothing is trained, as before adapters are added."""
+    known = dict(stock.named_parameters())
+    floats = {name: each for name, each in model.named_parameters() if name in known and each.is_floating_point()}
+    trained = [name for name, each in floats.items() if each.requires_grad]
+    around = {name[:at] for name in trained for at, letter in enumerate(name) if letter == "."}
+    found = dict[str, None]()
+    for name in floats.keys() - trained if trained else ():
+        ends = [at for at, letter in enumerate(name) if letter == "."]
+        found[next((name[:at] for at in ends if name[:at] not in around), name)] = None
+    return tuple(sorted(found))
 
 
 def _forms(parameters: Iterable[Parameter]) -> Counter[Form]:
