@@ -188,6 +188,7 @@ def report(
     lora_targets: Sequence[str] = (ALL_LINEAR,),
     lora_dtype: AdapterDtype = "fp32",
     lora_dropout: float = 0.0,
+    modules_to_save: Sequence[str] = (),
     freeze: Sequence[str] = (),
     checkpointing: Checkpointing = "none",
     attention: Implementation | None = None,
@@ -216,6 +217,7 @@ def report(
         lora_targets: linears that get an adapter: ``all-linear``, or ends of module names.
         lora_dtype: ``fp32``, as PEFT makes adapters, or ``base``, the dtype of the base weights.
         lora_dropout: probability of the adapters' dropouts.
+        modules_to_save: modules that are trained in full beside the adapters, as PEFT's argument of this name.
         freeze: what full tuning does not train: names of modules or parameters, whole or a part between dots, where *
             stands for any characters (``visual``, ``layers.[0-7]``).
         checkpointing: activation checkpointing of every block, or none.
@@ -266,6 +268,7 @@ def fit(
     lora_targets: Sequence[str] = (ALL_LINEAR,),
     lora_dtype: AdapterDtype = "fp32",
     lora_dropout: float = 0.0,
+    modules_to_save: Sequence[str] = (),
     freeze: Sequence[str] = (),
     checkpointing: Checkpointing = "none",
     attention: Implementation | None = None,
@@ -299,11 +302,7 @@ def fit(
     """
     request = Request.of(locals())
     setup = Setup(
-        optimizer,
-        accumulation=accumulation,
-        release_gradients=release_gradients,
-        sharding=sharding,
-        devices=devices,
+        optimizer, accumulation=accumulation, release_gradients=release_gradients, sharding=sharding, devices=devices
     )
     setup.check_precision(request.precision)
     return Fit(**vars(headline(request, gpu=gpu, setup=setup, longest=longest)))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import transformers
@@ -23,7 +24,7 @@ from memopt.prediction.peak import predict
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.events import Event, Trace
 from memopt.trace.trace import Step, parameters_of, trace, with_idle
-from memopt.trace.training import Checkpointing, Training
+from memopt.trace.training import Checkpointing, Request, Training
 from tests.factories import tiny_inputs, tiny_model
 from tests.trace.builders import named_config, sites_of
 from tests.trace.test_images import llava
@@ -99,6 +100,37 @@ def test_what_is_frozen_takes_what_it_takes_in_a_real_step(
     found = predict(of).peak.nbytes
     assert found == pytest.approx(real.live_peak(), abs=256)
     assert found < predict(replace(of, training=replace(training, frozen=()))).peak.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("saved", [("embed_tokens", "lm_head"), ("up_proj",)])
+def test_modules_to_save_are_trained_as_peft_trains_them(saved: tuple[str, ...], dtype: torch.dtype) -> None:
+    model, precision = tiny_model("llama", dtype), "fp32" if dtype == torch.float32 else "bf16"
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=list(saved))
+    live = [each for each in peft.get_peft_model(model, lora).parameters() if each.requires_grad]
+    asked = Request(
+        "MODEL", train="lora", lora_rank=4, lora_targets="q_proj", modules_to_save=saved, precision=precision
+    )
+    config = model.config
+    config.architectures = ["LlamaForCausalLM"]
+    training = replace(asked.training, batch=2, seq=16, cuda_kernels=False)
+    of = Step(config, training, sites_of(config), load_recipe("exact-unfolded"))
+    traced = trace(of).parameters
+    assert sorted((each.shape, str(each.dtype)) for each in traced if each.trained) == sorted(
+        (tuple(each.shape), str(each.dtype)) for each in live
+    )
+    real = RealStep(of, Setup())
+    real.run()
+    assert predict(of).peak.nbytes == pytest.approx(real.live_peak(), abs=256)
+
+
+def test_a_module_to_save_that_is_none_is_told() -> None:
+    config = named_config("llama")
+    training = Training(2, 64, train="lora", modules_to_save=("lm_haed",))
+    with pytest.raises(
+        ModelError, match=r"No module is named 'lm_haed' \(--modules-to-save\). Outermost: model, lm_head"
+    ):
+        predict(Step(config, training, sites_of(config)))
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,10 @@ def report(
     lora_dropout: Annotated[
         float, typer.Option(min=0.0, max=1.0, metavar="PROBABILITY", help="Of the adapters' dropouts.")
     ] = 0.0,
+    modules_to_save: Annotated[
+        str | None,
+        common.optional("With LoRA: modules that are trained in full, as PEFT's, e.g. embed_tokens,lm_head.", "NAMES"),
+    ] = None,
     freeze: Annotated[
         str | None,
         common.optional("Parts that full tuning does not train, e.g. visual,embed_tokens or 'layers.[0-7]'.", "NAMES"),
@@ -181,15 +185,10 @@ def report(
         load_recipe(DEFAULT_MEMORY_RECIPE if recipe is None else recipe, overrides or ())
     if train != "full":
         check_peft()
-    request = Request.of(
-        {**locals(), "lora_targets": targets, "freeze": freeze or (), "overrides": tuple(overrides or ())}
-    )
+    names = {"lora_targets": targets, "modules_to_save": modules_to_save or (), "freeze": freeze or ()}
+    request = Request.of({**locals(), **names, "overrides": tuple(overrides or ())})
     setup = Setup(
-        optimizer,
-        accumulation=accumulation,
-        release_gradients=release_gradients,
-        sharding=sharding,
-        devices=devices,
+        optimizer, accumulation=accumulation, release_gradients=release_gradients, sharding=sharding, devices=devices
     )
     setup.check_precision(precision)
     card = budget if gpu is None else gpu

@@ -163,8 +163,9 @@ class Comparison:
         return {
             "model": {"id": self.model, "class": self.model_class},
             "recipe": self.recipe,
-            "training": asdict(self.training)
-            | {"lora_targets": list(self.training.lora_targets), "frozen": list(self.training.frozen)},
+            "training": {
+                key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self.training).items()
+            },
             "inputs": self.inputs,
             "unit_bytes": self.before.unit,
             "before": _account(self.before),

@@ -51,7 +51,7 @@ def subject(
 
     def shrink(model: PreTrainedModel) -> None:
         # Adapters are added later. Alike blocks get alike adapters, unless a target names a single module.
-        single = any("." in target for target in of.training.lora_targets)
+        single = any("." in name for name in (*of.training.lora_targets, *of.training.modules_to_save))
         if groups is not None and not (single if of.adapters is None else not of.adapters.are_alike):
             runs.extend(take_out(model, of.sites.blocks, groups, several=True))
         prepare(model)

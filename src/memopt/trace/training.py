@@ -42,6 +42,8 @@ class Training:
     """Or names of linears: the last part of their module name, or its beginning (``q`` for ``q_proj`` or ``query``), or
     whole module names."""
     lora_dropout: float = 0.0
+    modules_to_save: tuple[str, ...] = ()
+    """As PEFT's: modules that are trained in full beside the adapters, by the ends of their names."""
     checkpointing: Checkpointing = "none"
     dropout: bool = True
     """False: eval mode, so that no dropout saves a mask."""
@@ -95,7 +97,8 @@ class Training:
         if self.has_adapters:
             kind = "LoRA" if self.train == "lora" else "QLoRA"
             dropout = f", dropout {self.lora_dropout:g}" if self.lora_dropout else ""
-            words.append(f"{kind} rank {self.lora_rank} on {', '.join(self.lora_targets)}{dropout}")
+            saved = f", {first_of(self.modules_to_save, 3)} in full" if self.modules_to_save else ""
+            words.append(f"{kind} rank {self.lora_rank} on {', '.join(self.lora_targets)}{dropout}{saved}")
         else:
             words.append("full fine-tuning" + (f" but for {first_of(self.frozen, 3)}" if self.frozen else ""))
         words.append("activation checkpointing" if self.checkpointing == "full" else "no activation checkpointing")
@@ -117,6 +120,7 @@ class Request:
     lora_targets: Sequence[str] = (ALL_LINEAR,)
     lora_dtype: AdapterDtype = "fp32"
     lora_dropout: float = 0.0
+    modules_to_save: Sequence[str] = ()
     freeze: Sequence[str] = ()
     checkpointing: Checkpointing = "none"
     attention: Implementation | None = None
@@ -149,9 +153,12 @@ class Request:
             raise UsageError(f"lora_dropout is {self.lora_dropout!r}, and has to be a number from 0 to 1.")
         if isinstance(self.overrides, str):
             object.__setattr__(self, "overrides", (self.overrides,))
-        for name in ("lora_targets", "freeze"):
+        for name in ("lora_targets", "modules_to_save", "freeze"):
             if isinstance(text := getattr(self, name), str):  # as PEFT's target_modules
                 object.__setattr__(self, name, tuple(each.strip() for each in text.split(",") if each.strip()))
+        if self.modules_to_save and self.train == "full":
+            hint = "Leave out --modules-to-save (modules_to_save), or use train 'lora'."
+            raise UsageError("Full tuning trains every module: modules_to_save has no effect.", hint)
         if self.freeze and self.train != "full":
             hint = "Leave out --freeze (freeze), or use train 'full'."
             raise UsageError("Adapters leave all other weights frozen: freeze has no effect.", hint)
@@ -178,6 +185,7 @@ class Request:
             lora_dropout=self.lora_dropout if self.train != "full" else 0.0,
             checkpointing=self.checkpointing,
             attention=self.attention,
+            modules_to_save=tuple(self.modules_to_save),
             frozen=tuple(self.freeze),
             adapter_fp32=self.train != "full" and self.lora_dtype == "fp32" and self.precision in ("bf16", "fp16"),
         )
