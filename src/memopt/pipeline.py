@@ -243,9 +243,9 @@ def report(
 
 
 @generators_kept()
-def report_on(request: Request, note: Note | None = None) -> Comparison:
-    """:func:`report` with its arguments as one object."""
-    return replace(compare_training(request), sections=report_sections(request, note))
+def report_on(request: Request, note: Note | None = None, setup: Setup | None = None) -> Comparison:
+    """:func:`report` with its arguments as one object, for a device of `setup`."""
+    return replace(compare_training(request, setup), sections=report_sections(request, note))
 
 
 @generators_kept()

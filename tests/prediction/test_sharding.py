@@ -12,14 +12,14 @@ import torch
 from torch import distributed
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM
 
 from memopt.prediction.peak import Prediction, combine, predict
 from memopt.prediction.setup import Setup, Sharding
 from memopt.trace.events import Trace
-from memopt.trace.training import Step, Training
+from memopt.trace.training import Precision, Step, Training
 from tests.trace.builders import named_config, sites_of
 
 
@@ -79,30 +79,40 @@ def test_gradients_are_divided_where_they_are(sharding: Sharding) -> None:
     assert kept == pytest.approx(sum(each.nbytes for each in _trace().gradients) / 4, rel=0.02)
 
 
-def test_the_peak_under_fsdp_is_that_of_pytorchs_tracker(fake_group: DeviceMesh) -> None:
-    config = named_config("llama", num_hidden_layers=4)
+@pytest.mark.parametrize("sizes", [(1, 16), (4, 128)], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_the_peak_under_fsdp_is_that_of_pytorchs_tracker(
+    fake_group: DeviceMesh, precision: Precision, sizes: tuple[int, int]
+) -> None:
+    """With mixed precision, as accelerate sets it, a gathered block more may be counted."""
+    config = named_config("llama", num_hidden_layers=4, hidden_size=256, intermediate_size=688)
     found = predict(
-        Step(config, Training(1, 16, precision="fp32", cuda_kernels=False), sites_of(config)),
+        Step(config, Training(*sizes, precision=precision, cuda_kernels=False), sites_of(config)),
         Setup(sharding="fsdp", devices=fake_group.size()),
     )
     model = LlamaForCausalLM(config).train()
+    mixed = precision == "bf16-mixed"
+    dtype = torch.bfloat16 if mixed else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     for block in model.model.layers:
-        fully_shard(block, mesh=fake_group)
-    fully_shard(model, mesh=fake_group)
+        fully_shard(block, mesh=fake_group, mp_policy=policy)
+    fully_shard(model, mesh=fake_group, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    ids = torch.full((1, 16), 3)
+    ids = torch.full(sizes, 3)
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((ids,))
     with tracker:
         for _ in range(2):  # the second step has the optimizer's states
             tracker.reset_mod_stats()
-            output = model(input_ids=ids, labels=ids)
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                output = model(input_ids=ids, labels=ids)
             output.loss.backward()
             del output
             optimizer.step()
             optimizer.zero_grad()
     measured = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    assert found.peak.nbytes == pytest.approx(measured, rel=0.01)
+    block = 2 * sum(each.numel() for each in LlamaForCausalLM(config).model.layers[0].parameters())
+    assert -0.01 * measured <= found.peak.nbytes - measured <= 0.01 * measured + mixed * block
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
@@ -148,5 +158,5 @@ def test_fsdp_gathers_the_rest_and_two_blocks() -> None:
                 blocks[block] += each.nbytes
     gathered = [e.storage.nbytes for e in shared("fsdp").events if e.allocated and e.storage.operation == "all-gather"]
     one = max(blocks.values())
-    # One more for each block behind which another one is gathered.
-    assert sum(gathered) == pytest.approx(total - sum(blocks.values()) + (2 + len(blocks)) * one, rel=0.01)
+    # Two in forward, and one more for each block that backward runs but for the last two, which are gathered by then.
+    assert sum(gathered) == pytest.approx(total - sum(blocks.values()) + len(blocks) * one, rel=0.01)

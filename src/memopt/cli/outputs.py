@@ -238,8 +238,8 @@ def _draw_plan(planned: Choice | Frontier, request: Request, setup: Setup, files
     if isinstance(planned, Choice):
         plan = planned.plan
         # The plan's recipe has the overrides already, except where the plan needs other values.
-        comparison = report_on(replace(request, recipe=plan.recipe, overrides=(), batch=plan.batch))
+        comparison = report_on(replace(request, recipe=plan.recipe, overrides=(), batch=plan.batch), setup=setup)
         setup = replace(setup, accumulation=plan.accumulation)
         draw(comparison, setup, files, lines=list(planned.lines())[1:])
     else:
-        draw(report_on(request), setup, files, frontier=planned)
+        draw(report_on(request, setup=setup), setup, files, frontier=planned)

@@ -205,7 +205,7 @@ def report(
 
         first, comparison = None, None
         if verbose or json_output or asked.drawn:
-            comparison = report_on(request, common.note)
+            comparison = report_on(request, common.note, setup)
         try:
             step, traces = (comparison.step, comparison.traces) if comparison is not None else (None, (None, None))
             first = headline(request, gpu=gpu, setup=setup, step=step, traces=traces, steps=steps, longest=longest)
@@ -214,7 +214,7 @@ def report(
                 raise
             # `report_on` below may still count the saved bytes, or raise an error with the reason.
         if comparison is None and (first is None or first.approximate):
-            comparison = report_on(request, common.note)
+            comparison = report_on(request, common.note, setup)
         if comparison is not None:
             outputs.draw(comparison, setup, asked, headline=first)
     if json_output and comparison is not None:

@@ -16,6 +16,7 @@ from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
 from memopt.prediction.largest import MOST_ROWS, Scaled, largest
 from memopt.prediction.peak import MATTERS, Prediction, attention_remedy, combine, is_mask
 from memopt.prediction.setup import GIB, Optimizer, Setup
+from memopt.prediction.sharding import step_of_device
 from memopt.trace.estimate import has_table_of_positions, max_positions
 from memopt.trace.events import Trace
 from memopt.trace.subject import code_of, subject_of
@@ -69,6 +70,7 @@ def headline(
         subject = subject_of(request)
         step = subject.step(subject.batch())
     setup = setup if card is None else replace(setup_on(card, setup), memory=card.memory)
+    step = step_of_device(step, setup)  # a comparison's is one already, and so are its traces
     if longest and step.training.seq is None:
         raise UsageError("The model reads no tokens, so it has no longest sequence.", "Leave out longest.")
     positions = max_positions(step.config) if longest and has_table_of_positions(build_meta(step.config)) else None

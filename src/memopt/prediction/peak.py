@@ -15,7 +15,7 @@ from memopt.prediction.allocator import least_limit, reserved
 from memopt.prediction.headline import gib
 from memopt.prediction.optimizers import EIGHT_BITS, follow
 from memopt.prediction.setup import OPTIMIZERS, Setup
-from memopt.prediction.sharding import shard
+from memopt.prediction.sharding import shard, step_of_device
 from memopt.saved.host import host_bytes
 from memopt.trace.events import Event, Peak, Storage, Trace, peak_of
 from memopt.trace.trace import trace
@@ -117,7 +117,8 @@ class Prediction:
 def predict(of: Step, setup: Setup | None = None) -> Prediction:
     """Predict the peak of a training step, stock or patched. Raises a ModelError if the model cannot be built or traced
     from its config, or peft is missing for LoRA."""
-    return combine(trace(of), setup or Setup())
+    setup = setup or Setup()
+    return combine(trace(step_of_device(of, setup)), setup)
 
 
 def combine(traced: Trace, setup: Setup) -> Prediction:

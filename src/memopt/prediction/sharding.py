@@ -18,6 +18,7 @@ import torch
 from memopt.prediction.optimizers import Form
 from memopt.prediction.setup import Setup
 from memopt.trace.events import Event, Storage, Trace
+from memopt.trace.training import Step
 from memopt.walk.models.alike import places
 
 #: Elements in DeepSpeed's ``reduce_bucket_size``, ``stage3_prefetch_bucket_size``,
@@ -67,6 +68,13 @@ class Share:
         yield from step(tuple(waiting))
 
 
+def step_of_device(of: Step, setup: Setup) -> Step:
+    """`of` as each device runs it: under FSDP's mixed precision, which Trainer and accelerate turn on beside autocast,
+    weights are gathered in 16 bits from fp32 shards."""
+    gathers = setup.sharding == "fsdp" and of.training.precision.endswith("mixed")
+    return of.trained(gathers_16_bits=True) if gathers else of
+
+
 def shard(traced: Trace, setup: Setup) -> Share:
     """The share of one of ``setup.devices``."""
     forms = tuple((each.shape, each.dtype) for each in traced.parameters if each.is_stepped)
@@ -83,6 +91,12 @@ def shard(traced: Trace, setup: Setup) -> Share:
 
 
 def _fsdp(traced: Trace, devices: int) -> Share:
+    # With mixed precision, shards of weights, gradients and states are in fp32, and all else is in 16 bits.
+    in_fp32 = traced.training.gathers_16_bits
+
+    def kept(nbytes: int, dtype: torch.dtype) -> int:
+        return nbytes // dtype.itemsize * 4 if in_fp32 and dtype.is_floating_point else nbytes
+
     block_of = places(traced.blocks)
     groups: Counter[int] = Counter()
     for each in traced.parameters:
@@ -99,24 +113,27 @@ def _fsdp(traced: Trace, devices: int) -> Share:
     for each, storage in zip(traced.parameters, weights, strict=True):
         rows = each.shape[0] if each.shape and not each.is_buffer else 0
         size = each.nbytes // rows * -(-rows // devices) if rows else each.nbytes
-        shards.append(replace(storage, nbytes=size))
+        shards.append(replace(storage, nbytes=size if each.is_buffer else kept(size, each.dtype)))
     shards.append(batch)
     of_group: defaultdict[int, list[Storage]] = defaultdict(list)
     for gradient in traced.gradients:
         of_group[block_of(gradient.module)].append(gradient)
     events = [Event(each, True, "forward") for each in gathered]
     before: list[Storage] = []
+    left = set(of_group) - {-1}
 
     def scatter(group: int) -> None:
         # Free the gathered group and the flat buffer of the group before; copy the group's gradients into a new buffer.
         nbytes, module = sum(each.nbytes for each in of_group[group]), "" if group < 0 else traced.blocks[group]
-        flat, part = _buffer(nbytes, "reduce-scatter"), Storage(-(-nbytes // devices), "gradients", module)
+        shard = sum(kept(each.nbytes, getattr(torch, each.dtype)) for each in of_group[group])
+        flat, part = _buffer(nbytes, "reduce-scatter"), Storage(-(-shard // devices), "gradients", module)
         events.extend(Event(each, False, "backward") for each in (*before, gathered.pop()))
         events.extend([Event(flat, True, "backward"), *(Event(each, False, "backward") for each in of_group[group])])
         events.append(Event(part, True, "backward"))
         gradients.append(part)
         before[:] = [flat]
-        if group >= 0:
+        left.discard(group)
+        if group >= 0 and len(left) > 1:  # the last block's parameters are gathered already
             gathered.append(_buffer(largest, "all-gather"))
             events.append(Event(gathered[-1], True, "backward"))
 
@@ -128,13 +145,17 @@ def _fsdp(traced: Trace, devices: int) -> Share:
     scatter(-1)  # after backward
     events += [Event(each, False, "backward") for each in (*before, *gathered)]
     forms = tuple(
-        ((-(-each.shape[0] // devices), *each.shape[1:]) if each.shape else (), each.dtype)
+        (
+            (-(-each.shape[0] // devices), *each.shape[1:]) if each.shape else (),
+            torch.float32 if in_fp32 else each.dtype,
+        )
         for each in traced.parameters
         if each.is_stepped
     )
+    how = "fp32, gathered and reduced in 16 bits (mixed precision)" if in_fp32 else "the dtype of the weights"
     note = (
         "FSDP2: a group for each block and one for the rest; gathered are the rest, the running block, and a flat "
-        "buffer of one block; weights, gradients and states in the dtype of the weights, no offload."
+        f"buffer of one block; weights, gradients and states in {how}; no offload."
     )
     return Share(tuple(shards), tuple(events), tuple(gradients), forms, notes=(note,))
 

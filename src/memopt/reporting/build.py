@@ -12,6 +12,8 @@ from memopt.environment.files import user_path
 from memopt.environment.forks import each
 from memopt.errors import InputsError, MemoptError, ModelError
 from memopt.plan.plan import Plan, make_plan
+from memopt.prediction.setup import Setup
+from memopt.prediction.sharding import step_of_device
 from memopt.reporting.compare import Comparison
 from memopt.trace.subject import Subject, default_seq, reads_tokens, subject_of
 from memopt.trace.trace import trace_account
@@ -21,10 +23,10 @@ from memopt.walk.calls.processed import has_processor, processed_batches
 from memopt.walk.models.build import build_meta
 
 
-def compare_training(request: Request) -> Comparison:
-    """The bytes that a training step saves for backward, before and after patching; raises the errors of
-    `memopt.report`. If the request has neither sizes nor inputs, the batch comes from a patched folder's manifest or,
-    if memopt can guess no inputs, from the folder's processor."""
+def compare_training(request: Request, setup: Setup | None = None) -> Comparison:
+    """The bytes that a training step saves for backward on a device of `setup`, before and after patching; raises the
+    errors of `memopt.report`. If the request has neither sizes nor inputs, the batch comes from a patched folder's
+    manifest or, if memopt can guess no inputs, from the folder's processor."""
     inputs, folder = request.inputs, user_path(request.model)
     subject = subject_of(request)
     batch, manifest = subject.batch(), subject.record.manifest if subject.record else None
@@ -40,7 +42,7 @@ def compare_training(request: Request) -> Comparison:
     first: MemoptError | None = None
     for attempt in attempts():
         try:
-            comparison = _compare(subject, attempt)
+            comparison = _compare(subject, attempt, setup or Setup())
         except (ModelError, InputsError) as error:
             first = first or error
             continue
@@ -65,8 +67,8 @@ def compare_bytes(source: str, config: PreTrainedConfig, plan: Plan) -> Comparis
     return Comparison(source, sites.model_class, plan.recipe.name, training, before, after)
 
 
-def _compare(subject: Subject, batch: Batch | None) -> Comparison:
-    of, rules = subject.step(batch), subject.rules
+def _compare(subject: Subject, batch: Batch | None, setup: Setup) -> Comparison:
+    of, rules = step_of_device(subject.step(batch), setup), subject.rules
     sites, notes = of.sites, list(of.notes)
     before, after = each([partial(trace_account, way, whole=True) for way in (of.stock, of)])
     plan = make_plan(sites, rules)

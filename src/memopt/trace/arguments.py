@@ -43,6 +43,12 @@ DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
 PRECISIONS = {weights: name for name, (weights, autocast) in DTYPES.items() if autocast is None}
 
 
+def dtypes_of(training: Training) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtype of the weights in forward and backward, and that of autocast or None."""
+    weights, autocast = DTYPES[training.precision]
+    return (autocast or weights if training.gathers_16_bits else weights), autocast
+
+
 @dataclass(frozen=True)
 class Example:
     """The arguments of one training forward, found by running a few blocks of the model on the meta device, which is

@@ -28,7 +28,7 @@ from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
 from memopt.torch_compat import FakeTensor
 from memopt.trace.adapters import add_adapters, add_live_adapters
-from memopt.trace.arguments import DTYPES, Example, example_of, step_arguments
+from memopt.trace.arguments import Example, dtypes_of, example_of, step_arguments
 from memopt.trace.emulate import CudaChoices, has_padding, unpadded_masks
 from memopt.trace.fake import FakeReads, Fakes, FiniteValues, conversions_skipped, make_fake
 from memopt.trace.kernels import STAND_INS, attention_traced, notes_of
@@ -96,7 +96,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
     too_long = _too_long(model, training.seq)
     if too_long is not None and has_table_of_positions(model):  # fake tensors never look up a position
         raise too_long
-    weights, autocast = DTYPES[training.precision]
+    weights, autocast = dtypes_of(training)
     fake = Fakes()
     make_fake(trained, fake)
 
@@ -179,7 +179,7 @@ def build_trained(
     without adapters; `quantised` replaces linears by 4-bit linears, with the arguments of
     `memopt.trace.quantised.quantise`. Raises a ModelError if the model cannot be built, or peft is missing for LoRA."""
     config, training = _without_layerdrop(of.config), of.training
-    weights, autocast = DTYPES[training.precision]
+    weights, autocast = dtypes_of(training)
     model = build_meta(config, dtype=weights)
     _widen_as_loaded(model, weights)
     for parameter in model.parameters():  # `from_pretrained` trains what it reads, frozen by the constructor or not

@@ -35,6 +35,8 @@ class Training:
     """Tokens in a row; None for models that read none."""
     precision: Precision = "bf16"
     """``mixed``: fp32 weights under autocast."""
+    gathers_16_bits: bool = False
+    """Whether the forward of a mixed step gets its fp32 weights in autocast's dtype, as FSDP's mixed precision."""
     train: Train = "full"
     """``qlora``: LoRA on linears that bitsandbytes holds in 4 bits."""
     lora_rank: int = 8
@@ -68,6 +70,8 @@ class Training:
 
     def notes(self) -> list[str]:
         """Notes for readers of the bytes: which casts autocast makes, and the dtype of adapters."""
+        if self.gathers_16_bits:
+            return ["Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; 16-bit weights."]
         if self.precision.endswith("mixed"):
             return [
                 "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "

@@ -24,6 +24,7 @@ from memopt.prediction.planner.choice import Choice, Frontier
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Run, Setup
+from memopt.prediction.sharding import step_of_device
 from memopt.trace.arguments import DTYPES, PRECISIONS
 from memopt.trace.events import Parameter, Trace
 from memopt.trace.quantised import quantisation_of
@@ -64,7 +65,7 @@ def plan_training(
     """
     rates = find_card(card or (budget if isinstance(budget, str) else USUAL_CARD))
     setup = replace(setup or Setup(), memory=None if budget is None else _size(budget))
-    of = step_of(request)
+    of = step_of_device(step_of(request), setup)
     task = _task(str(request.model), of, setup, rates)
     found = frontier_of(task) if budget is None else choose(task, _size(budget), approximate=recipes_with(*allow))
     return replace(found, notes=(*of.notes, *make_plan(of.sites, of.rules).idle))
@@ -74,6 +75,7 @@ def _plan_step(name: str, of: Step, budget: str | int, setup: Setup, parameters:
     """The fastest plan for a model with these parameters and buffers, whatever its config implies. Raises a ModelError
     if the traced step trains other parameters than the adapters of the model."""
     rates = find_card(budget if isinstance(budget, str) else USUAL_CARD)
+    of = step_of_device(of, setup)
     task = _task(name, of, replace(setup, memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
     if (of.adapters or of.training.frozen) and _forms(own.trace.parameters) != _forms(parameters):
