@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 #: Lines of src/memopt, all files together. It goes down when something is merged, and up with a new method or proof.
-LINE_CAP = 56_221
+LINE_CAP = 56_240
 #: A file fits one sitting.
 FILE_CAP = 400
 #: Names of PyTorch that may change without notice, as attributes of `torch`, of autograd nodes or of modules.

@@ -116,6 +116,7 @@ PAIRS = [
     Pair("llama", "full", "exact", "bf16"),
     Pair("bert", "full", "exact", "bf16-mixed"),
     Pair("llama", "lora", "exact", "bf16-mixed"),
+    *(Pair("llama", train, way, "bf16-autocast") for train in ("full", "lora", "qlora") for way in ("none", "exact")),
     Pair("llama", "full", "exact", setup=Setup("sgd")),
     Pair("llama", "full", "exact", setup=Setup("sgd", momentum=0.9)),
     Pair("vit", "full", "exact", setup=Setup("adafactor")),

@@ -53,7 +53,7 @@ class Planned:
     @property
     def loading(self) -> str:
         """The code by which a script loads the model."""
-        dtype = _DTYPES.get(self.step.precision, "float32")
+        dtype = _DTYPES.get(self.step.precision.removesuffix("-autocast"), "float32")
         attention = f", attn_implementation={self.step.attention!r}" if self.step.attention else ""
         if self.patched:
             return f"memopt.load({self.model!r}, dtype=torch.{dtype}{attention})"
@@ -65,7 +65,7 @@ class Planned:
             if self.setup.sharding in ("fsdp", "zero3"):  # all shards must have one dtype
                 given += f", bnb_4bit_quant_storage=torch.{dtype}"
             dtype += f", quantization_config=BitsAndBytesConfig({given})"
-            then = f"prepare_model_for_kbit_training(model, False), {then}" if mixed else then
+            then = f"prepare_model_for_kbit_training(model, False), {then}" if mixed == "mixed" else then
         return f"from_pretrained({self.model!r}, dtype=torch.{dtype}{attention}), {then}"
 
     @property
@@ -243,7 +243,7 @@ def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
         "micro_batch_size": planned.step.batch,
         "gradient_accumulation_steps": planned.setup.accumulation,
         "optimizer": _trainer_name(engine, planned),
-        "bf16": False,
+        "bf16": precision == "bf16-autocast",
         "gradient_checkpointing": False,
     }
     if precision in _DTYPES:
@@ -275,7 +275,8 @@ def _torchtitan(engine: str, planned: Planned, sharding: Sharding) -> str:
     refuse = [
         (step.has_adapters, "LoRA", "Plan with --train full."),
         (setup.optimizer != "adamw-fused", f"optimizer {setup.optimizer}", "Plan with --optimizer adamw-fused."),
-        (step.precision.startswith("fp16"), step.precision, "Plan with --precision bf16 or bf16-mixed."),
+        (step.precision.startswith("fp16") or step.precision == "bf16-autocast", step.precision,
+         "Plan with --precision bf16 or bf16-mixed."),
         (planned.checkpointed == "some", "activation checkpointing of chosen blocks (only of all or none)",
          "Give a recipe with checkpointing.method full or none."),
         (planned.attention not in (None, "sdpa"), f"attention by {planned.attention}", "Use sdpa."),

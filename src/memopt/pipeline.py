@@ -211,7 +211,7 @@ def report(
         recipe: by default the patched folder's own recipe, or else ``exact-unfolded``.
         batch: rows in a batch, by default 1; `inputs` override it.
         seq: tokens in a row, by default the config's limit, at most 2048; `inputs` override it.
-        precision: dtype of the weights; ``mixed`` is fp32 weights under autocast.
+        precision: dtype of the weights; ``mixed`` is fp32 weights under autocast, ``bf16-autocast`` bf16 ones.
         train: everything, LoRA adapters on frozen weights, or the same on weights in bitsandbytes' 4 bits (``qlora``).
         lora_rank: rank of the adapters.
         lora_targets: linears that get an adapter: ``all-linear``, or ends of module names.

@@ -76,7 +76,7 @@ def test_no_command_is_answered_by_the_help(memopt: Memopt) -> None:
     [
         ("memopt re", {"report", "recipes"}),
         ("memopt report --chec", {"--checkpointing"}),
-        ("memopt report --precision bf", {"bf16", "bf16-mixed"}),
+        ("memopt report --precision bf", {"bf16", "bf16-mixed", "bf16-autocast"}),
         ("memopt report --recipe exact", {"exact", "exact-levels", "exact-unfolded"}),
         ("memopt patch -r mes", {"mesa"}),
         ("memopt recipes int", {"int8"}),

@@ -34,6 +34,8 @@ FAST = [
     Pair("llama", "lora", "levels"),
     Pair("bert", "full", "exact"),
     Pair("vit", "full", "int8"),
+    Pair("llama", "lora", "none", "bf16-autocast"),
+    Pair("bert", "lora", "exact", "bf16-autocast"),
     Pair("llama", "full", "checkpointing", setup=Setup("sgd", momentum=0.9)),
 ]
 

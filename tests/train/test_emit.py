@@ -34,13 +34,13 @@ def test_deepspeed_reads_stage_batch_and_precision(
     assert [*on, *["torch_autocast"] * found.torch_autocast_enabled] == [section] * bool(section)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed", "bf16-autocast"])
 def test_trl_reads_the_trainers_file_without_its_own_defaults(precision: str) -> None:
     from trl import SFTConfig, TrlParser
 
     values = {**yaml.safe_load(text_of(planned(precision=precision), "trainer")), "use_cpu": True}
     (found,) = TrlParser(SFTConfig).parse_dict(values)
-    assert (found.bf16, found.gradient_checkpointing) == (precision == "bf16-mixed", False)
+    assert (found.bf16, found.gradient_checkpointing) == ("-" in precision, False)
     assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (2, 4)
 
 
@@ -49,6 +49,7 @@ def test_trl_reads_the_trainers_file_without_its_own_defaults(precision: str) ->
     [
         ({"train": "lora"}, "bfloat16"),
         ({"train": "qlora"}, "bfloat16"),
+        ({"train": "lora", "precision": "bf16-autocast"}, "bf16"),
         ({"train": "lora", "modules_to_save": ("embed_tokens", "lm_head")}, "bfloat16"),
         ({"train": "lora", "lora_targets": ("q_proj",), "precision": "fp32"}, "float32"),
         ({"setup": {"sharding": "fsdp", **TWO}}, "bfloat16"),
@@ -65,7 +66,7 @@ def test_axolotl_reads_what_was_planned(plan: dict[str, Any], dtype: str) -> Non
     found = config.AxolotlInputConfig(**values, datasets=[{"path": "some/data", "type": "alpaca"}], learning_rate=1e-4)
     assert (found.micro_batch_size, found.gradient_accumulation_steps, found.sequence_len) == (2, 4, 128)
     assert (found.attn_implementation, found.gradient_checkpointing) == ("sdpa", False)
-    assert (bool(found.bfloat16), bool(found.bf16)) == (dtype == "bfloat16", False)
+    assert (bool(found.bfloat16), bool(found.bf16)) == (dtype == "bfloat16", dtype == "bf16")
     if "train" in plan:
         assert (found.adapter, bool(found.load_in_4bit)) == (plan["train"], plan["train"] == "qlora")
         assert found.lora_target_linear or found.lora_target_modules == ["q_proj"]

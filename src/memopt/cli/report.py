@@ -56,7 +56,7 @@ def report(
         int | None, common.optional("Height and width of an image; default: the config's.", "PIXELS", min=1)
     ] = None,
     precision: Annotated[
-        Precision, typer.Option(help="Dtype of the weights; mixed is fp32 weights under autocast.")
+        Precision, typer.Option(help="Dtype of the weights; mixed: fp32 ones under autocast; bf16-autocast: bf16 ones.")
     ] = "bf16",
     train: Annotated[
         Train, typer.Option(help="Train everything, LoRA adapters, or adapters on 4-bit weights.")

@@ -21,7 +21,7 @@ from memopt.trace.estimate import has_table_of_positions, max_positions
 from memopt.trace.events import Trace
 from memopt.trace.subject import code_of, subject_of
 from memopt.trace.tracer import Tracer, trace_ahead
-from memopt.trace.training import Checkpointing, Request, Step, Train, Training
+from memopt.trace.training import Checkpointing, Request, Step, Train, Training, has_16_bits
 from memopt.walk.models.build import build_meta
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
@@ -358,7 +358,7 @@ class _Answer:
             for name in lighter:
                 yield f"--optimizer {name}", replace(best, setup=replace(setup, optimizer=name))
         lighter_still: dict[Train, tuple[Train, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
-        adapters = best.training.precision in ("bf16", "fp16")
+        adapters = has_16_bits(best.training.precision)
         for train in lighter_still[best.training.train]:
             training = replace(best.training, train=train, adapter_fp32=adapters)
             yield f"--train {train}", replace(best, tracer=replace(best.tracer), training=training)

@@ -104,7 +104,10 @@ class Setup:
         return self.devices == self.accumulation == 1 and self.optimizer not in _ON_WHOLE_TENSORS
 
     def check_precision(self, precision: str) -> None:
-        """Raise a UsageError if gradients are released under fp16, whose loss scaler reads all of them."""
+        """Raise a UsageError if gradients are released under fp16, whose loss scaler reads all of them, or ZeRO, which
+        keeps fp32 weights beside 16-bit ones, is to run these under autocast."""
+        if precision == "bf16-autocast" and self.sharding.startswith("zero"):
+            raise UsageError("ZeRO is predicted with weights in 16 bits or under autocast, not both.", "Use bf16.")
         if self.release_gradients and precision.startswith("fp16"):
             hint = "Use --precision bf16, or leave out --release-gradients."
             raise UsageError("Gradients cannot be released with fp16: its loss scaler reads all of them.", hint)

@@ -91,11 +91,14 @@ def shard(traced: Trace, setup: Setup) -> Share:
 
 
 def _fsdp(traced: Trace, devices: int) -> Share:
-    # With mixed precision, shards of weights, gradients and states are in fp32, and all else is in 16 bits.
-    in_fp32 = traced.training.gathers_16_bits
+    # With mixed precision, shards of weights, gradients and states are in fp32, and all else is in 16 bits. Accelerate
+    # gives fp32 to trained weights of a model that was loaded in 16 bits, and leaves the others.
+    training = traced.training
+    in_fp32 = training.is_under_autocast
 
-    def kept(nbytes: int, dtype: torch.dtype) -> int:
-        return nbytes // dtype.itemsize * 4 if in_fp32 and dtype.is_floating_point else nbytes
+    def kept(nbytes: int, dtype: torch.dtype, trained: bool = True) -> int:
+        is_wide = dtype.is_floating_point and (training.gathers_16_bits or (in_fp32 and trained))
+        return nbytes // dtype.itemsize * 4 if is_wide else nbytes
 
     block_of = places(traced.blocks)
     groups: Counter[int] = Counter()
@@ -113,7 +116,7 @@ def _fsdp(traced: Trace, devices: int) -> Share:
     for each, storage in zip(traced.parameters, weights, strict=True):
         rows = each.shape[0] if each.shape and not each.is_buffer else 0
         size = each.nbytes // rows * -(-rows // devices) if rows else each.nbytes
-        shards.append(replace(storage, nbytes=size if each.is_buffer else kept(size, each.dtype)))
+        shards.append(replace(storage, nbytes=size if each.is_buffer else kept(size, each.dtype, each.trained)))
     shards.append(batch)
     of_group: defaultdict[int, list[Storage]] = defaultdict(list)
     for gradient in traced.gradients:

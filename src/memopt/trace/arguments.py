@@ -38,6 +38,7 @@ DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
     "fp16": (torch.float16, None),
     "bf16-mixed": (torch.float32, torch.bfloat16),
     "fp16-mixed": (torch.float32, torch.float16),
+    "bf16-autocast": (torch.bfloat16, torch.bfloat16),
 }
 #: Dtype of the weights -> precision without autocast.
 PRECISIONS = {weights: name for name, (weights, autocast) in DTYPES.items() if autocast is None}

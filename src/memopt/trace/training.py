@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     from memopt.walk.calls.batch import Batch
     from memopt.walk.sites import Sites
 
-Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
+Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "bf16-autocast"]
 Train = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "full"]
 AdapterDtype = Literal["fp32", "base"]
 
 ALL_LINEAR = "all-linear"
+
+
+def has_16_bits(precision: Precision) -> bool:
+    """Whether the weights are in 16 bits."""
+    return precision in ("bf16", "fp16", "bf16-autocast")
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Training:
     seq: int | None = 2048
     """Tokens in a row; None for models that read none."""
     precision: Precision = "bf16"
-    """``mixed``: fp32 weights under autocast."""
+    """``mixed``: fp32 weights under autocast; ``bf16-autocast``: weights in bf16 under autocast."""
     gathers_16_bits: bool = False
     """Whether the forward of a mixed step gets its fp32 weights in autocast's dtype, as FSDP's mixed precision."""
     train: Train = "full"
@@ -68,27 +73,31 @@ class Training:
         """Whether adapters are trained, and nothing else."""
         return self.train != "full"
 
+    @property
+    def is_under_autocast(self) -> bool:
+        """Whether the step runs under autocast."""
+        return self.precision.endswith(("mixed", "autocast"))
+
     def notes(self) -> list[str]:
         """Notes for readers of the bytes: which casts autocast makes, and the dtype of adapters."""
-        if self.gathers_16_bits:
-            return ["Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; 16-bit weights."]
-        if self.precision.endswith("mixed"):
-            return [
-                "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
-                "whose 16-bit copies are listed as weight copies."
-            ]
+        if self.is_under_autocast:
+            weights = "fp32 weights, whose 16-bit copies are listed as weight copies"
+            if self.gathers_16_bits or not self.precision.endswith("mixed"):
+                weights = "16-bit weights"
+            return [f"Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; {weights}."]
         if self.precision == "fp32" or not self.has_adapters:
             return []
         if self.train == "qlora":
             return [
                 "QLoRA: adapters in fp32, as PEFT makes them (TRL casts them to bf16), which save fp32 copies of their "
-                "inputs in the stock model; not under autocast (--precision bf16-mixed, as after "
-                "prepare_model_for_kbit_training)."
+                "inputs in the stock model; not under autocast (bf16=True of a trainer: --precision bf16-autocast, and "
+                "bf16-mixed as after prepare_model_for_kbit_training)."
             ]
         if self.adapter_fp32:
             return [
                 "LoRA: adapters in fp32, as PEFT makes them, which save fp32 copies of their inputs in the stock "
-                "model; in the dtype of the base weights they save none (--lora-dtype base, "
+                "model; under autocast (bf16=True of a trainer, TRL's default) they save 16-bit ones (--precision "
+                "bf16-autocast), and in the dtype of the base weights none (--lora-dtype base, "
                 "get_peft_model(autocast_adapter_dtype=False))."
             ]
         return ["LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False)."]
@@ -191,7 +200,7 @@ class Request:
             attention=self.attention,
             modules_to_save=tuple(self.modules_to_save),
             frozen=tuple(self.freeze),
-            adapter_fp32=self.train != "full" and self.lora_dtype == "fp32" and self.precision in ("bf16", "fp16"),
+            adapter_fp32=self.train != "full" and self.lora_dtype == "fp32" and has_16_bits(self.precision),
         )
 
 

@@ -52,6 +52,14 @@ def test_a_plan_counts_autocast_optimizer_and_micro_batches_of_a_run() -> None:
     assert (found.plan.batch, found.plan.accumulation) == (1, 3)
 
 
+def test_a_model_in_16_bits_may_run_under_autocast() -> None:
+    for run, precision in ((Run(autocast="bf16"), "bf16-autocast"), (Run(), "bf16")):
+        found = training.plan_model(
+            tiny_model("llama", torch.bfloat16), "24GiB", load_recipe("exact-unfolded"), seq=16, run=run
+        )
+        assert f"{precision}, full fine-tuning" in found.training
+
+
 def test_a_plan_counts_the_attention_that_the_model_or_the_recipe_runs() -> None:
     eager, changed = tiny_model("llama"), tiny_model("llama")
     eager.set_attn_implementation("eager")

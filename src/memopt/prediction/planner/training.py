@@ -31,7 +31,7 @@ from memopt.trace.quantised import quantisation_of
 from memopt.trace.subject import default_seq, reads_tokens, step_of
 from memopt.trace.trace import parameters_of
 from memopt.trace.tracer import Tracer, trace_ahead
-from memopt.trace.training import ALL_LINEAR, Adapters, Precision, Request, Step, Training
+from memopt.trace.training import ALL_LINEAR, Adapters, Precision, Request, Step, Training, has_16_bits
 from memopt.walk.models.attention import Implementation
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import is_own_code, trust_code
@@ -168,6 +168,8 @@ def plan_model(
     run = run or Run()
     if run.autocast is not None and precision == "fp32":
         precision = "bf16-mixed" if run.autocast == "bf16" else "fp16-mixed"
+    elif run.autocast == precision == "bf16":
+        precision = "bf16-autocast"
     # transformers has renamed its property for this, and warns about the old name.
     checkpoints = run.checkpointing or any(getattr(each, "gradient_checkpointing", False) for each in base.modules())
     training = Training(
@@ -181,7 +183,7 @@ def plan_model(
         attention=attention,
         checkpointing="full" if checkpoints else "none",
         frozen=() if adapters is not None else _frozen(base, stock),
-        adapter_fp32=precision in ("bf16", "fp16")
+        adapter_fp32=has_16_bits(precision)
         and any(each.trained and each.dtype == torch.float32 for each in parameters),
     )
     step = Step(config, training, sites, recipe, adapters=adapters)
