@@ -32,7 +32,8 @@ from benchmarks.step import CASES, MIB, Case, faked, trained_model
 from memopt.patches.linear.decide import output_levels
 from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, run_backward
 from memopt.trace.fake import make_fake
-from memopt.trace.timeline import step
+from memopt.trace.timeline import record
+from memopt.trace.trace import activations
 
 RECIPE = "exact-unfolded"
 CHOSEN = {"llama": "Llama-1B shape, 1 x 4096", "bert": "BERT-large shape, masked LM, 8 x 512"}
@@ -138,8 +139,8 @@ def _measured(case: Case, recipe: memopt.Recipe, *, stock: bool = False) -> tupl
         if stock:  # only its work is asked for
             run_backward(run().loss)
             return forward[0], flops.total, 0, 0
-        found = step(model, run)
-    return forward[0], flops.total, found.kept, found.peak
+        found = activations(record(model, run))
+    return forward[0], flops.total, found.kept, found.peak.nbytes
 
 
 class _Flops(TorchDispatchMode):

@@ -44,7 +44,8 @@ from benchmarks.measure import EXIT_OK, EXIT_SHORT, document, write_json
 from memopt.torch_compat import FakeTensorMode
 from memopt.trace.emulate import CudaChoices, unpadded_masks
 from memopt.trace.fake import FiniteValues, make_fake
-from memopt.trace.timeline import Activations, step
+from memopt.trace.timeline import record
+from memopt.trace.trace import activations
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 DTYPE = torch.bfloat16
@@ -149,15 +150,15 @@ def measure(case: Case, trained: Trained, variant: str, *, recipe: memopt.Recipe
         labels = ids if "SequenceClassification" not in case.model.__name__ else ids[:, 0].clone().zero_()
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
         only_loss = "cc" in VARIANTS[variant]  # its output has the head's input in place of logits
-        found: Activations = step(model, partial(_loss if only_loss else _output, model, inputs))
+        found = activations(record(model, partial(_loss if only_loss else _output, model, inputs)))
     return Row(
         case.name,
         trained,
         variant,
         not fake,
         found.kept,
-        found.peak,
-        found.most["logits"],
+        found.peak.nbytes,
+        found.most["loss"],
         round(time.perf_counter() - begun, 1),
     )
 

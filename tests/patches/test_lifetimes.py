@@ -14,8 +14,10 @@ import memopt
 from memopt.kernels.base import pieces
 from memopt.torch_compat import FakeTensorMode
 from memopt.trace.emulate import CudaChoices
+from memopt.trace.events import Activations
 from memopt.trace.fake import make_fake
-from memopt.trace.timeline import Activations, step
+from memopt.trace.timeline import record
+from memopt.trace.trace import activations
 from tests.factories import tiny_inputs, tiny_model
 
 BATCH, LENGTH = 4, 64
@@ -48,7 +50,7 @@ def measured(model: nn.Module, *, first: bool = False) -> Activations:
     if not first:
         run().loss.backward()  # scopes find out whether they are needed
         model.zero_grad()
-    return step(model, run)
+    return activations(record(model, run))
 
 
 @pytest.mark.parametrize("name", ["llama", "vit", "gpt2", "bert"])
@@ -56,7 +58,7 @@ def measured(model: nn.Module, *, first: bool = False) -> Activations:
 def test_a_checkpointed_block_needs_no_more_than_checkpointing_alone(monkeypatch, name):
     monkeypatch.setattr(pieces, "LEAST", 2**8)  # as it is with large tensors
     stock, patched = bodies(name, checkpointed=True)
-    assert measured(patched).peak <= measured(stock).peak
+    assert measured(patched).peak.nbytes <= measured(stock).peak.nbytes
 
 
 def test_gradients_of_gate_and_up_take_no_memory_of_their_own_under_checkpointing() -> None:
@@ -66,7 +68,7 @@ def test_gradients_of_gate_and_up_take_no_memory_of_their_own_under_checkpointin
         make_fake(model, mode)
         with mode, CudaChoices():
             found = measured(model, first=True)
-        transients.append(found.peak - found.kept)
+        transients.append(found.peak.nbytes - found.kept)
     stock, ours = transients
     gate = BATCH * LENGTH * 256 * 2
     # Stock holds gate, silu(gate), up and three gradients of their size; the kernel needs gate, up and one gradient.
@@ -82,7 +84,7 @@ def test_the_first_block_of_a_backward_holds_one_gradient_of_gate_and_up_beside_
         with monkeypatch.context() as changed, mode, CudaChoices():
             if is_largest is not None:
                 changed.setattr("memopt.kernels.base.saved_inputs.is_largest_yet", is_largest)
-            peaks.append(measured(model, first=True).peak)
+            peaks.append(measured(model, first=True).peak.nbytes)
     ours, in_one_pass = peaks
     # Behind that another moment makes the peak, not quite a gradient lower.
     assert in_one_pass - ours > 0.8 * BATCH * LENGTH * 256 * 2

@@ -19,7 +19,8 @@ from memopt.patches.tile import module as tiles
 from memopt.patches.tile.module import TileRewrite, patch_tiles
 from memopt.patches.tile.probe import numbers_by_row
 from memopt.plan.recipe import load_recipe
-from memopt.trace.timeline import step as activations
+from memopt.trace.timeline import record
+from memopt.trace.trace import activations
 from tests.factories import tiny_inputs, tiny_model
 
 NAMES = ("llama", "gpt2", "t5", "vit", "gemma2", "mixtral")
@@ -338,7 +339,7 @@ def test_the_transient_of_a_block_does_not_grow_with_its_width(differentiated):
         module = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)).double()
         x = torch.randn(1, tokens, 8, dtype=torch.float64, requires_grad=True)
         run = checkpoint_of(tiled(module) if tiles else module, x)
-        return activations(module, run).peak // (8 * tokens)
+        return activations(record(module, run)).peak.nbytes // (8 * tokens)
 
     def checkpoint_of(module: nn.Module, x: Tensor) -> Any:
         return lambda: {"loss": checkpoint(module, x, use_reentrant=False).square().sum()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,19 @@ from memopt.kernels.replay import function as replay_function
 from memopt.patches.replay.module import patch_replay
 from memopt.torch_compat import FakeTensorMode
 from memopt.trace.account import account
-from memopt.trace.timeline import record, step
+from memopt.trace.events import Activations
+from memopt.trace.timeline import record
+from memopt.trace.trace import activations
 from memopt.walk.sites import NormSite
 from tests.factories import tiny_inputs, tiny_model
 
 ROWS, WIDTH = 64, 8
 VECTOR = ROWS * WIDTH * 4
 """Bytes of one activation."""
+
+
+def step(model: nn.Module, run: Callable[[], Any]) -> Activations:
+    return activations(record(model, run))
 
 
 class Chain(nn.Module):
@@ -50,18 +57,18 @@ def test_what_forward_keeps_is_counted_once(length: int) -> None:
 def test_the_peak_names_the_storages_that_live_then() -> None:
     model, x = Chain(3), torch.randn(ROWS, WIDTH)
     found = step(model, lambda: model(x))
-    assert sum(each.nbytes for each, _ in found.at_peak) == found.peak
-    assert found.peak > found.kept
-    assert {kind for _, kind in found.at_peak} == {"saved", "gradients", "temporaries"}
+    alive = found.peak.alive
+    assert sum(each.nbytes for each in alive) == found.peak.nbytes
+    assert found.peak.nbytes > found.kept
+    assert {each.part for each in alive} == {"saved tensors", "activation gradients", "temporaries"}
     # In the last sine's backward the input of the last linear has been freed; its cosine is a temporary.
-    assert sum(each.nbytes for each, kind in found.at_peak if kind == "saved") == found.kept - VECTOR
-    assert found.last is not None
-    assert found.last.birth.operation in ("cos", "mul")
+    assert sum(each.nbytes for each in alive if each.part == "saved tensors") == found.kept - VECTOR
+    assert found.peak.operation in ("cos", "mul")
 
 
 def test_a_tensor_that_outlives_its_use_raises_the_peak() -> None:
     model, x = Chain(3), torch.randn(ROWS, WIDTH)
-    lean = step(model, lambda: model(x)).peak
+    lean = step(model, lambda: model(x)).peak.nbytes
     model.zero_grad()
 
     def wasteful() -> Any:
@@ -69,7 +76,7 @@ def test_a_tensor_that_outlives_its_use_raises_the_peak() -> None:
         output.kept = torch.zeros(7 * ROWS, WIDTH)
         return output
 
-    assert step(model, wasteful).peak == lean + 7 * VECTOR
+    assert step(model, wasteful).peak.nbytes == lean + 7 * VECTOR
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -84,8 +91,8 @@ def test_gradients_of_parameters_are_left_out(tied: bool) -> None:
     found = step(model, lambda: model(x))
     one_gradient = wide * wide * 4
     # Of a tied weight the second gradient lives beside the sum that it is added to.
-    assert (found.peak > one_gradient) == tied
-    assert found.peak < 1.1 * one_gradient
+    assert (found.peak.nbytes > one_gradient) == tied
+    assert found.peak.nbytes < 1.1 * one_gradient
     assert model.first.weight.grad is not None
 
 
@@ -101,9 +108,10 @@ def test_what_backward_recomputes_is_told_and_in_which_module(patched: bool, che
     inputs.pop("labels")
     found = step(model, lambda: model.model(**inputs).last_hidden_state)  # its loss would be the peak
     assert (found.most["recomputed"] > 0) == (patched or checkpointed)
-    allocated_in = {life.module for life, _ in found.at_peak}
+    alive = found.peak.alive
+    allocated_in = {each.module for each in alive}
     # Whichever block's backward peaks: what it allocates then is told as its own.
-    in_backward = {life.module for life, kind in found.at_peak if kind != "saved" and life.birth.shape}
+    in_backward = {each.module for each in alive if each.part != "saved tensors" and each.shape}
     assert any(module.startswith("model.layers.") for module in in_backward)
     assert allocated_in <= {"", *dict(model.named_modules())}
 
@@ -137,7 +145,7 @@ def test_pieces_of_a_norm_take_less_and_as_much_on_fake_tensors(monkeypatch: pyt
     for by_rows, mode in ((False, nullcontext()), (True, nullcontext()), (True, FakeTensorMode())):
         with mode:
             model, x = AroundGated(by_rows=by_rows), torch.randn(ROWS, WIDTH)
-            peaks.append(step(model, lambda model=model, x=x: model(x)).peak)  # type: ignore[misc]
+            peaks.append(step(model, lambda model=model, x=x: model(x)).peak.nbytes)  # type: ignore[misc]
     whole, by_pieces, of_fake = peaks
     assert by_pieces == of_fake
     assert by_pieces < whole - 2 * VECTOR
@@ -149,9 +157,9 @@ def test_allocations_of_a_function_that_backward_runs_again_have_its_module() ->
     found = record(model, lambda: model(x))
     backward = {life for life in found.events[found.forward_ends :] if life.born >= found.forward_ends}
     of_rows = {life for life in backward if life.nbytes >= VECTOR and life not in found.gradients}
-    kinds = {(life.module, found.kind_of(life, found.forward_ends)) for life in of_rows}
-    of_norm = {("norm", "recomputed"), ("norm", "gradients"), ("norm", "temporaries")}
-    assert kinds == of_norm | {("last", "gradients")}
+    parts = {(life.module, found.part_of(life, found.forward_ends)) for life in of_rows}
+    of_norm = {("norm", "recomputed"), ("norm", "activation gradients"), ("norm", "temporaries")}
+    assert parts == of_norm | {("last", "activation gradients")}
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -174,7 +182,7 @@ def test_logits_count_as_such_and_a_gradient_of_their_weight_does_not() -> None:
     inputs = tiny_inputs("llama")
     found = step(model, lambda: model(**inputs))
     vocabulary = model.config.vocab_size
-    shapes = {life.birth.shape[-1] for life, kind in found.at_peak if kind == "logits"}
+    shapes = {each.shape[-1] for each in found.peak.alive if each.part == "loss"}
     assert shapes == {vocabulary}
     rows = inputs["input_ids"].numel()
-    assert found.most["logits"] == 4 * rows * vocabulary * 4  # logits, softmax, and two gradients, all in fp32
+    assert found.most["loss"] == 4 * rows * vocabulary * 4  # logits, softmax, and two gradients, all in fp32

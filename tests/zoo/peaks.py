@@ -12,8 +12,10 @@ from transformers import PreTrainedConfig
 from memopt.errors import ModelError
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.trace.estimate import max_positions, quiet, traced
+from memopt.trace.events import Activations
 from memopt.trace.subject import reads_tokens
-from memopt.trace.timeline import Activations, step
+from memopt.trace.timeline import record
+from memopt.trace.trace import activations
 from memopt.trace.training import Precision, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
@@ -78,8 +80,8 @@ def trace_steps(row: Row, config: PreTrainedConfig) -> None:
             )
             return
         row.notes.extend(remark)
-        row.step_peak = (stock.peak, patched.peak)
-        row.has_loss_head = sites.loss_head is not None and stock.most["logits"] > 0
+        row.step_peak = (stock.peak.nbytes, patched.peak.nbytes)
+        row.has_loss_head = sites.loss_head is not None and stock.most["loss"] > 0
         return
     assert failure is not None
     row.notes.append(f"{_NO_PEAK}: {type(failure).__name__}: {one_line(failure)}")
@@ -103,7 +105,7 @@ def _steps(config: PreTrainedConfig, sites: Sites) -> tuple[Activations, Activat
     def step_of(precision: Precision, recipe: Recipe | None) -> Activations:
         training = Training(batch=STEP_ROWS, seq=seq, precision=precision, dropout=False)
         with traced(Step(config, training, sites, recipe)) as model:
-            return step(model.model, model.run, during_backward=model.choices())
+            return activations(record(model.model, model.run, during_backward=model.choices()))
 
     try:
         return step_of("bf16", None), step_of("bf16", patched)

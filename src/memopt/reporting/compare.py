@@ -18,10 +18,9 @@ from rich.text import Text
 from memopt.patches.capabilities import Reports, Section
 from memopt.patches.registry import having
 from memopt.reporting.text import as_text, changed, line
+from memopt.trace import events
 from memopt.trace.account import Account, Part, SavedStorage
 from memopt.trace.causes import CAUSES
-from memopt.trace.events import Trace
-from memopt.trace.timeline import KINDS, Kind
 from memopt.trace.training import Step, Training
 
 #: Names of the parts, in the order of the forward.
@@ -31,6 +30,15 @@ PARTS: dict[Part, str] = {
     "shared": "held by several blocks",
     "between": "between the blocks",
     "head": "after the blocks (head and loss)",
+}
+#: Parts that live at the peak, in the order of its table -> the name in the JSON document, the words in the table.
+_AT_PEAK: dict[events.Part, tuple[str, str]] = {
+    "saved tensors": ("saved", "saved by the forward"),
+    "loss": ("logits", "logits and what is computed from them"),
+    "recomputed": ("recomputed", "recomputed in backward"),
+    "activation gradients": ("gradients", "gradients of activations"),
+    "temporaries": ("temporaries", "temporaries of one operation"),
+    "weight copies": ("weight_copies", "copies of weights"),
 }
 UNSEEN = "held outside of saved tensors"
 SCOPE = (
@@ -137,19 +145,19 @@ class Comparison:
         return self.before.step is not None and self.after.step is not None
 
     @property
-    def traces(self) -> tuple[Trace | None, Trace | None]:
+    def traces(self) -> tuple[events.Trace | None, events.Trace | None]:
         """The whole step, stock and patched; None if its backward fails."""
         return self.before.trace, self.after.trace
 
-    def at_peak(self) -> tuple[tuple[Kind, str, int, int], ...]:
-        """(kind, where, bytes before, bytes after) of the live bytes at the peak of the step, in the order of `KINDS`.
+    def at_peak(self) -> tuple[tuple[events.Part, str, int, int], ...]:
+        """(part, where, bytes before, bytes after) of the live bytes at the peak of the step, in the table's order.
         Where: ``blocks``, else the module whose forward or backward allocated it; empty outside of modules."""
-        sizes: dict[tuple[Kind, str], list[int]] = {}
+        sizes: dict[tuple[events.Part, str], list[int]] = {}
         for side, account in enumerate((self.before, self.after)):
-            for life, kind in account.step.at_peak if account.step else ():
-                place = "blocks" if account.block_of(life.module) else life.module
-                sizes.setdefault((kind, place), [0, 0])[side] += life.nbytes
-        order = list(KINDS)
+            for storage in account.step.peak.alive if account.step else ():
+                place = "blocks" if account.block_of(storage.module) else storage.module
+                sizes.setdefault((storage.part, place), [0, 0])[side] += storage.nbytes
+        order = list(_AT_PEAK)
         rows = ((*key, before, after) for key, (before, after) in sizes.items())
         return tuple(sorted(rows, key=lambda row: (order.index(row[0]), -max(row[2:]))))
 
@@ -231,7 +239,7 @@ def summary(comparison: Comparison) -> str:
     accounts = (comparison.before, comparison.after)
     lines = [_change("saved for backward", *(account.total for account in accounts))]
     if comparison.has_step:
-        lines.append(_change("peak of a step", *(account.step.peak for account in accounts if account.step)))
+        lines.append(_change("peak of a step", *(account.step.peak.nbytes for account in accounts if account.step)))
     return "\n".join(lines)
 
 
@@ -269,15 +277,15 @@ def _peak_table(comparison: Comparison) -> Table:
     table = _table("lives at the peak", "where", numbers=("before MiB", "after MiB"))
     steps = [account.step for account in (comparison.before, comparison.after) if account.step]
     small = [0, 0]
-    for kind, place, before, after in comparison.at_peak():
-        if max(before, after) < _SMALL_OF_PEAK * max(step.peak for step in steps):
+    for part, place, before, after in comparison.at_peak():
+        if max(before, after) < _SMALL_OF_PEAK * max(step.peak.nbytes for step in steps):
             small = [small[0] + before, small[1] + after]
         else:
-            table.add_row(KINDS[kind], place or "outside of modules", _mib(before), _mib(after))
+            table.add_row(_AT_PEAK[part][1], place or "outside of modules", _mib(before), _mib(after))
     if any(small):
         table.add_row("small tensors", "", *map(_mib, small))
     table.add_section()
-    peaks = [_mib(step.peak) for step in steps]
+    peaks = [_mib(step.peak.nbytes) for step in steps]
     table.add_row("total", "", *peaks, style="bold", end_section=True)
     return table
 
@@ -323,17 +331,16 @@ def _step(account: Account) -> dict[str, Any] | None:
     step = account.step
     if step is None:
         return None
-    per_kind, per_place = dict.fromkeys(KINDS, 0), Counter[str]()
-    for life, kind in step.at_peak:
-        per_kind[kind] += life.nbytes
-        per_place[account.block_of(life.module) or life.module] += life.nbytes
+    per_place = Counter[str]()
+    for storage in step.peak.alive:
+        per_place[account.block_of(storage.module) or storage.module] += storage.nbytes
     return {
         "after_forward": step.kept,
-        "peak": step.peak,
-        "peak_in": step.last.module if step.last else "",
-        "per_kind": per_kind,
+        "peak": step.peak.nbytes,
+        "peak_in": step.peak.where,
+        "per_kind": {name: step.peak.parts[part] for part, (name, _) in _AT_PEAK.items()},
         "per_module": dict(per_place.most_common()),
-        "most_of_kind": step.most,
+        "most_of_kind": {name: step.most[part] for part, (name, _) in _AT_PEAK.items()},
     }
 
 

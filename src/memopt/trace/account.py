@@ -22,9 +22,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from memopt.saved.observer import CHECKPOINT, Save, SavedTensorObserver
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.trace.causes import EXPERTS, EXPERTS_NOTE, Causes
-from memopt.trace.events import Trace
+from memopt.trace.events import Activations, Trace
 from memopt.trace.storages import Birth, StorageTracker, storages
-from memopt.trace.timeline import Activations
 from memopt.walk.sites import Sites
 
 

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from memopt.trace.operations import Operation
-from memopt.trace.timeline import Activations
 from memopt.trace.training import Training
 from memopt.walk.models.alike import Run
 
@@ -80,6 +79,17 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """The live storages of one step, without parameters, buffers, inputs and the gradients of parameters."""
+
+    kept: int
+    """Bytes that live between forward and backward."""
+    peak: Peak
+    most: dict[Part, int]
+    """For each part, the most bytes that live at one time, at the peak or elsewhere."""
+
+
+@dataclass(frozen=True)
 class Parameter:
     """A weight, adapter or buffer; tied tensors are one entry."""
 
@@ -119,7 +129,7 @@ class Trace:
     runs: tuple[Run, ...] = ()
     """Runs of alike blocks whose events are not in `events`; their parameters are in `parameters`."""
     activations: Activations | None = field(default=None, repr=False)
-    """Live storages of the step without parameters and their gradients; None if blocks were left out."""
+    """None if blocks were left out."""
 
     def resident(self) -> Iterator[Storage]:
         """Storages that live during the whole step: weights, buffers and the batch."""

@@ -1,4 +1,4 @@
-"""The live storages of a training step over time: when each is allocated and freed, and which live at the peak."""
+"""The storages of a training step over time: when each is allocated and freed, and what it is for."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +27,11 @@ from memopt.torch_compat import (
     tree_leaves,
     weak_storage,
 )
+from memopt.trace.events import Part
 from memopt.trace.operations import Operation, operation, temporaries
 from memopt.trace.repeated import repeat
 from memopt.trace.storages import Birth, Lifetime, StorageTracker, storages
 
-#: Purposes of the storages that live at the peak, in the order in which tables list them.
-Kind = Literal["saved", "logits", "recomputed", "gradients", "temporaries"]
-KINDS: dict[Kind, str] = {
-    "saved": "saved by the forward",
-    "logits": "logits and what is computed from them",
-    "recomputed": "recomputed in backward",
-    "gradients": "gradients of activations",
-    "temporaries": "temporaries of one operation",
-}
 #: Modules whose functions, where backward calls them, compute saved tensors again.
 _RECOMPUTING = frozenset(
     {"memopt.kernels.replay.function", "memopt.recompute.specs", "memopt.saved.handles", "torch.utils.checkpoint"}
@@ -203,39 +195,6 @@ class Timeline(StorageTracker):
 
 
 @dataclass(frozen=True)
-class Activations:
-    """The live storages of one step, without parameters, buffers, inputs and the gradients of parameters."""
-
-    kept: int
-    """Bytes that live between forward and backward."""
-    peak: int
-    """The most bytes that live at one time."""
-    at_peak: tuple[tuple[Lifetime, Kind], ...]
-    """The storages that live at the peak, in order of their allocation."""
-    most: dict[Kind, int]
-    """For each kind, the most bytes that live at one time, at the peak or elsewhere."""
-
-    @property
-    def last(self) -> Lifetime | None:
-        """The storage whose allocation made the peak."""
-        return self.at_peak[-1][0] if self.at_peak else None
-
-
-def step(
-    model: nn.Module, run: Callable[[], Any], *, during_backward: AbstractContextManager[Any] | None = None
-) -> Activations:
-    """Follow the storages over forward, loss and backward.
-
-    Args:
-        model: leaves its gradients in `grad`, which must be None before.
-        run: one forward; returns the loss, or an output with it; without a loss, all outputs have a gradient. The
-            output counts until backward has ended, as ``output = model(**batch); output.loss.backward()`` holds it.
-        during_backward: a context to run backward in.
-    """
-    return counted(record(model, run, during_backward=during_backward))
-
-
-@dataclass(frozen=True)
 class Record:
     """The storages that a step allocated and freed."""
 
@@ -247,7 +206,7 @@ class Record:
     """Number of events until the end of backward."""
     gradients: Collection[Lifetime]
     """Storages of gradients of parameters, and of the partial sums before them."""
-    kind_of: Callable[[Lifetime, int], Kind]
+    part_of: Callable[[Lifetime, int], Part]
     """Returns the purpose of a storage that is no parameter's gradient, given `forward_ends`."""
     operations: Sequence[Operation] = ()
     """The operations of the step, in order."""
@@ -262,13 +221,22 @@ def record(
     within: Callable[[Timeline], AbstractContextManager[Any]] = nullcontext,
     cuda: bool = False,
 ) -> Record:
-    """Record every storage of forward, loss, backward and of `then`, which runs after backward; `within` returns a
-    context around all of it. `cuda` is as in `Timeline`, the other arguments are as in `step`."""
+    """Record every storage of forward, loss and backward.
+
+    Args:
+        model: leaves its gradients in `grad`, which must be None before.
+        run: one forward; returns the loss, or an output with it; without a loss, all outputs have a gradient. The
+            output counts until backward has ended, as ``output = model(**batch); output.loss.backward()`` holds it.
+        during_backward: a context to run backward in.
+        then: called after backward, and recorded as well.
+        within: returns a context around all of it.
+        cuda: as in `Timeline`.
+    """
     timeline = Timeline(model, cuda=cuda)
     with timeline, counting(timeline), within(timeline), _gradients(model, timeline) as gradients:
         output = run()
         forward_ends = len(timeline.events)
-        kind_of = _kinds(model, output)
+        part_of = _parts(model, output)
         timeline.backward_begins = next_sequence_number()
         with during_backward or nullcontext():
             run_backward(*losses_of(output))
@@ -276,7 +244,7 @@ def record(
         backward_ends = len(timeline.events)
         then()
         events, operations = tuple(timeline.events), tuple(timeline.operations)
-        return Record(events, forward_ends, backward_ends, _with_sums(gradients), kind_of, operations)
+        return Record(events, forward_ends, backward_ends, _with_sums(gradients), part_of, operations)
 
 
 def losses_of(output: Any) -> list[Tensor]:
@@ -286,52 +254,25 @@ def losses_of(output: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def counted(found: Record, root: str = "") -> Activations:
-    """The live storages of `found`; module names are relative to `root`, the model that adapters wrap."""
-    events, forward_ends, left_out, kind_of = found.events, found.forward_ends, found.gradients, found.kind_of
-    kinds: dict[Lifetime, Kind] = {}
-    live: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    most, kept, peak, top = dict(live), 0, 0, -1
-    for moment, life in enumerate(events):
-        if life not in left_out:
-            kind = kinds.setdefault(life, kind_of(life, forward_ends))
-            live[kind] += life.nbytes if life.born == moment else -life.nbytes
-            most[kind] = max(most[kind], live[kind])
-        now = sum(live.values())
-        kept = now if moment < forward_ends else kept
-        if now > peak:
-            peak, top = now, moment
-
-    def named(module: str) -> str:
-        return module.removeprefix(root).removeprefix(".") if module.startswith(root) else ""
-
-    at_peak = (
-        (replace(life, module=named(life.module)), kind)
-        for life, kind in kinds.items()
-        if life.born <= top and not 0 <= life.died <= top
-    )
-    return Activations(kept, peak, tuple(at_peak), most)
-
-
-def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:
+def _parts(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Part]:
     logits = getattr(output, "logits", None)
     width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() > 2 else None
     shapes = {tuple(each.shape) for each in model.parameters() if each.requires_grad}
     head, hidden = _head(model)
 
-    def kind(life: Lifetime, forward_ends: int) -> Kind:
+    def part(life: Lifetime, forward_ends: int) -> Part:
         shape = life.birth.shape
         if len(shape) > 1 and shape[-1] == width and shape not in shapes and shape[::-1] not in shapes:
-            return "logits"
+            return "loss"
         if len(shape) > 1 and life.module in head and shape[-1] != hidden and shape not in shapes:
-            return "logits"  # a part of them, or statistics
+            return "loss"  # a part of them, or statistics
         if life.born < forward_ends:
-            return "temporaries" if 0 <= life.died < forward_ends else "saved"
+            return "temporaries" if 0 <= life.died < forward_ends else "saved tensors"
         if life.recomputed:
             return "recomputed"
-        return "temporaries" if life.node == life.died_in >= 0 else "gradients"
+        return "temporaries" if life.node == life.died_in >= 0 else "activation gradients"
 
-    return kind
+    return part
 
 
 def _head(model: nn.Module) -> tuple[Collection[str], int]:

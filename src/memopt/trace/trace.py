@@ -17,22 +17,14 @@ from memopt.torch_compat import storage_id
 from memopt.trace.account import Account, account
 from memopt.trace.calls import counted_calls
 from memopt.trace.estimate import Built, build_trained, quiet, traced
-from memopt.trace.events import Event, Moment, Parameter, Part, Storage, Trace, living
+from memopt.trace.events import PARTS, Activations, Event, Moment, Parameter, Part, Storage, Trace, living, peak_of
 from memopt.trace.quantised import quantisation_state
 from memopt.trace.storages import Lifetime, distinct_bytes, storages
-from memopt.trace.timeline import Kind, Record, counted, record
+from memopt.trace.timeline import Record, record
 from memopt.trace.training import Step
 from memopt.walk.models.alike import Run, places, take_out
 from memopt.walk.models.attention import without_packages
 from memopt.walk.models.config import one_line
-
-_PARTS: dict[Kind, Part] = {
-    "saved": "saved tensors",
-    "logits": "loss",
-    "recomputed": "recomputed",
-    "gradients": "activation gradients",
-    "temporaries": "temporaries",
-}
 
 
 class Subject(NamedTuple):
@@ -98,7 +90,7 @@ def trace(
         of.sites.blocks,
         operations,
         runs,
-        None if runs else counted(found, root),
+        None if runs else activations(found, root),
     )
 
 
@@ -188,6 +180,26 @@ def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
         allocated = root.born == index
         if allocated:
             made[root] = _storage(root, found)
+def activations(found: Record, root: str = "") -> Activations:
+    """The live storages of a recorded step, without gradients of parameters. Names of modules are relative to `root`,
+    the model inside the wrappers of adapters."""
+
+    def named(module: str) -> str:
+        return module.removeprefix(root).removeprefix(".") if module.startswith(root) else ""
+
+    counted = [(event, at) for event, at in zip(*step_events(found), strict=True) if event.storage.part != "gradients"]
+    live = dict.fromkeys(PARTS, 0)
+    most = dict(live)
+    for event, _ in counted:
+        part = event.storage.part
+        live[part] += event.change
+        most[part] = max(most[part], live[part])
+    peak = peak_of((), [event for event, _ in counted])
+    alive = tuple(replace(each, module=named(each.module)) for each in peak.alive)
+    kept = sum(event.change for event, at in counted if at < found.forward_ends)
+    return Activations(kept, replace(peak, where=named(peak.where), alive=alive), most)
+
+
         moment: Moment = "forward" if index < found.forward_ends else "backward"
         if index >= found.backward_ends:
             moment = "optimizer step"
@@ -208,7 +220,7 @@ def _storage(life: Lifetime, found: Record) -> Storage:
     elif birth.of_parameter:
         part = "weight copies"
     else:
-        part = _PARTS[found.kind_of(life, found.forward_ends)]
+        part = found.part_of(life, found.forward_ends)
     return Storage(life.nbytes, part, life.module, birth.operation, birth.dtype, birth.shape)
 
 
