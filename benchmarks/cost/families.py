@@ -30,7 +30,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from benchmarks.coverage import coverage_page, versions
 from benchmarks.family_list import CAUSES, FAMILIES, LIMIT, Family
@@ -43,7 +42,7 @@ from memopt.trace.account import Account, account
 from memopt.trace.estimate import quiet, traced
 from memopt.trace.events import Storage, Trace, peak_of
 from memopt.trace.kernels import STAND_INS
-from memopt.trace.trace import trace
+from memopt.trace.trace import subject, trace
 from memopt.trace.tracer import Tracer
 from memopt.trace.training import Checkpointing, Step, Training
 from memopt.walk.deep import find_deep_sites
@@ -248,11 +247,10 @@ class _ChunkedTracer(Tracer):
     """Of a model whose loss is computed in chunks of rows."""
 
     def _trace(self, training: Training, groups: int | None = None) -> Trace:
-        return trace(dataclasses.replace(self.of, training=training), groups=groups, prepare=_chunk_loss)
-
-
-def _chunk_loss(model: PreTrainedModel) -> None:
-    chunk_loss(model)
+        of = dataclasses.replace(self.of, training=training)
+        model = subject(of, groups)
+        chunk_loss(model.built.model)
+        return trace(of, model)
 
 
 def _peaks(family: Family, unit: int) -> tuple[list[dict[str, int]], list[tuple[str, str, int, int]]]:

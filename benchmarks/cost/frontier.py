@@ -46,7 +46,7 @@ from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose
 from memopt.prediction.setup import Setup
 from memopt.trace.events import Trace
-from memopt.trace.trace import trace
+from memopt.trace.trace import subject, trace
 from memopt.trace.tracer import Tracer
 from memopt.trace.training import Step, Training
 from memopt.walk.models.build import build_meta
@@ -166,8 +166,10 @@ def rows(case: Case) -> Iterator[Row]:
     task = Task(case.name, case.training, SETUP, card, levels_of(sites, EXACT), traced, splits=False)
     for way in WAYS:
         step = replace(case.training, checkpointing="full" if way.switch else "none")
-        prepare = partial(way.prepare, blocks=sites.blocks)
-        other = combine(trace(Step(config, step, sites, way.recipe), prepare=prepare), SETUP)
+        of = Step(config, step, sites, way.recipe)
+        model = subject(of)
+        way.prepare(model.built.model, blocks=sites.blocks)
+        other = combine(trace(of, model), SETUP)
         seconds, products = (each.nanoseconds(other.trace.operations) / 1e9 for each in (card, fused))
         plan, of_products = (fastest(replace(task, card=each), other.total + ROUNDING) for each in (card, fused))
         row = Row(

@@ -118,7 +118,6 @@ PAIRS = [
     Pair("llama", "lora", "exact", "bf16-mixed"),
     *(Pair("llama", train, way, "bf16-autocast") for train in ("full", "lora", "qlora") for way in ("none", "exact")),
     Pair("llama", "full", "exact", setup=Setup("sgd")),
-    Pair("llama", "full", "exact", setup=Setup("sgd", momentum=0.9)),
     Pair("vit", "full", "exact", setup=Setup("adafactor")),
     Pair("vit", "full", "exact", setup=Setup("adamw-foreach")),
     Pair("vit", "full", "none", setup=Setup(accumulation=2)),

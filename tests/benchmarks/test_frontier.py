@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ import benchmarks.frontier
 from benchmarks.frontier import ROUNDING, Row, misses
 from benchmarks.rivals import checkpoint_selectively, compile_blocks
 from memopt.trace.events import Trace
-from memopt.trace.trace import trace
+from memopt.trace.trace import subject, trace
 from memopt.trace.training import Step, Training
 from tests.trace.builders import named_config, sites_of
 
@@ -39,9 +40,12 @@ def _nothing(model: PreTrainedModel) -> None:
     pass
 
 
-def traced(prepare: object) -> Trace:
+def traced(prepare: Callable[[PreTrainedModel], None]) -> Trace:
     config = named_config("llama")
-    return trace(Step(config, Training(2, 24), sites_of(config)), prepare=prepare)  # type: ignore[arg-type]
+    of = Step(config, Training(2, 24), sites_of(config))
+    model = subject(of)
+    prepare(model.built.model)
+    return trace(of, model)
 
 
 def flops(found: Trace) -> int:

@@ -63,13 +63,13 @@ def test_a_full_device_gets_unused_segments_back_before_it_is_out_of_memory(limi
     first, second = storage(30 * MIB), storage(32 * MIB)
     order = [(first, True), (first, False), (second, True), (second, False)]
     asked = None if limit is None else limit * MIB
-    assert reserved([], events(*order), limit=asked, steps=1) == expected * MIB
+    assert reserved([], events(*order), limit=asked) == expected * MIB
 
 
 def test_a_segment_that_holds_a_tensor_is_not_given_back() -> None:
     kept, freed, last = storage(MIB + 512), storage(15 * MIB), storage(30 * MIB)  # the first two share a segment
     order = [(kept, True), (freed, True), (freed, False), (last, True), (last, False), (kept, False)]
-    assert reserved([], events(*order), limit=40 * MIB, steps=1) == 50 * MIB
+    assert reserved([], events(*order), limit=40 * MIB) == 50 * MIB
 
 
 def test_a_large_block_keeps_a_rest_of_up_to_one_mebibyte() -> None:

@@ -23,7 +23,7 @@ from memopt.prediction.measure import RealStep, compare
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.events import Event, Trace
-from memopt.trace.trace import Step, parameters_of, trace, with_idle
+from memopt.trace.trace import Step, parameters_of, subject, trace, with_idle
 from memopt.trace.training import Checkpointing, Request, Training
 from tests.factories import tiny_inputs, tiny_model
 from tests.trace.builders import named_config, sites_of
@@ -36,7 +36,7 @@ FAST = [
     Pair("vit", "full", "int8"),
     Pair("llama", "lora", "none", "bf16-autocast"),
     Pair("bert", "lora", "exact", "bf16-autocast"),
-    Pair("llama", "full", "checkpointing", setup=Setup("sgd", momentum=0.9)),
+    Pair("llama", "full", "checkpointing", setup=Setup("sgd")),
 ]
 
 
@@ -218,7 +218,7 @@ def test_a_weight_without_a_gradient_has_no_optimizer_state(images: int) -> None
     assert idle == {name for name, each in real.model.named_parameters() if each not in real.optimizer.state}
     assert any(text.startswith("No gradient in this step: ") for text in found.assumptions)
     if not images:  # the tower's last output but one is asked for by its place, so no block can be left out
-        assert sum(each.is_idle for each in trace(of, groups=4).parameters) == len(idle)
+        assert sum(each.is_idle for each in trace(of, subject(of, 4)).parameters) == len(idle)
 
 
 def test_a_weight_that_only_chooses_indices_has_no_optimizer_state_and_an_idle_expert_has() -> None:

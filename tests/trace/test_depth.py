@@ -12,7 +12,7 @@ from transformers import Gemma3TextConfig, MixtralConfig, PreTrainedConfig
 
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner.levels import levels_of
-from memopt.trace.trace import trace
+from memopt.trace.trace import subject, trace
 from memopt.trace.tracer import Extension, Tracer, UnlikeError, _deepened, _form
 from memopt.trace.training import Step, Training
 from memopt.walk.models.alike import LEAST_GROUPS, take_out
@@ -106,7 +106,8 @@ def test_blocks_that_are_not_alike_are_all_traced() -> None:
 
 def test_interior_blocks_that_allocate_differently_are_noticed() -> None:
     short = tracer("llama")
-    whole = trace(short.of.trained(batch=2, seq=16), groups=4)
+    of = short.of.trained(batch=2, seq=16)
+    whole = trace(of, subject(of, 4))
     (run,) = whole.runs
     odd = next(k for k, e in enumerate(whole.events) if e.allocated and "layers.2." in e.storage.module)
     events = [e for e in whole.events if e.storage is not whole.events[odd].storage]

@@ -37,21 +37,20 @@ def reserved(
     events: Sequence[Event],
     *,
     expandable: bool = False,
-    steps: int = 2,
     limit: int | None = None,
 ) -> int:
-    """The most bytes of segments that the allocator holds during `steps` equal steps.
+    """The most bytes of segments that the allocator holds during two equal steps: the first begins with empty pools,
+    the second with the segments of the first.
 
     Args:
         resident: storages that are allocated before the first step and never freed.
         events: one step, which frees everything that it allocates.
         expandable: with ``expandable_segments:True``.
-        steps: number of steps; the first begins with empty pools, later ones with the segments of earlier ones.
         limit: bytes of the device. Unused segments are released before all segments exceed it; if that is not enough,
             the limit is raised to the bytes that are needed. None: a device with room for every segment.
     """
     allocator = Allocator(expandable=expandable, limit=limit)
-    for each in (allocations(resident), *repeat(events, steps)):
+    for each in (allocations(resident), *repeat(events, 2)):
         allocator.run(each)
     return allocator.most
 

@@ -50,7 +50,7 @@ def follow(
 
     Args:
         forms: shapes and dtypes of the trained parameters, one entry for each.
-        setup: its `optimizer` and `momentum` are read.
+        setup: its `optimizer` is read.
         cuda: whether PyTorch's foreach steps work on lists of parameters, as on CUDA, or on one after another.
         marks: for ``muon``, whether each parameter is in a block; by default all are. For bitsandbytes' 8 bits, whether
             its states are in fp32 at any size; by default none are.
@@ -180,7 +180,7 @@ def make_optimizer(parameters: Sequence[nn.Parameter] | nn.ParameterList, setup:
     if setup.optimizer == "muon":
         return torch.optim.Muon(parameters, lr=1e-3)
     if setup.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-3, momentum=setup.momentum, foreach=foreach)
+        return torch.optim.SGD(parameters, lr=1e-3, foreach=foreach)
     if setup.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 

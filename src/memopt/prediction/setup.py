@@ -54,8 +54,6 @@ class Setup:
 
     optimizer: Optimizer = "adamw-fused"
     """One of `OPTIMIZERS`, which describes each."""
-    momentum: float = 0.0
-    """The momentum of ``sgd``."""
     by_trainer: bool = True
     """Whether Trainer makes the optimizer: it gives embeddings fp32 states in bitsandbytes' 8-bit optimizers."""
     accumulation: int = 1

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -35,10 +34,9 @@ class Subject(NamedTuple):
 
 
 @quiet()
-def subject(
-    of: Step, groups: int | None = None, prepare: Callable[[PreTrainedModel], None] = lambda model: None
-) -> Subject:
-    """The model of `of`, which can be traced at any size; the arguments have the same meaning as in `trace`."""
+def subject(of: Step, groups: int | None = None) -> Subject:
+    """The model of `of`, which can be traced at any size. `groups` is the number of alike groups of blocks in it, by
+    default all; `Trace.runs` will have the left-out blocks."""
     runs: list[Run] = []
 
     def shrink(model: PreTrainedModel) -> None:
@@ -46,29 +44,21 @@ def subject(
         single = any("." in name for name in (*of.training.lora_targets, *of.training.modules_to_save))
         if groups is not None and not (single if of.adapters is None else not of.adapters.are_alike):
             runs.extend(take_out(model, of.sites.blocks, groups, several=True))
-        prepare(model)
 
     with without_packages():
         return Subject(build_trained(of, shrink), tuple(runs))
 
 
 @quiet()
-def trace(
-    of: Step,
-    *,
-    groups: int | None = None,
-    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
-    on: Subject | None = None,
-) -> Trace:
+def trace(of: Step, on: Subject | None = None) -> Trace:
     """Trace one step; raises the errors of `memopt.trace.estimate.traced`.
 
     Args:
         of: the model, and how it is patched and trained.
-        groups: number of alike groups of blocks to trace, by default all; `Trace.runs` has the left-out blocks.
-        prepare: called with the model on the meta device, patched and without adapters.
-        on: result of `subject` for a step that differs from `of` in its size alone; replaces `groups` and `prepare`.
+        on: the result of `subject` for a step that differs from `of` in its size alone, which the trace uses up; by
+            default the whole model of `of`.
     """
-    built, runs = subject(of, groups, prepare) if on is None else copy.deepcopy(on)
+    built, runs = subject(of) if on is None else on
     with traced(of, built) as model:
         batch = distinct_bytes(model.arguments)
         cuda = of.training.cuda_kernels
@@ -180,6 +170,16 @@ def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
         allocated = root.born == index
         if allocated:
             made[root] = _storage(root, found)
+        moment: Moment = "forward" if index < found.forward_ends else "backward"
+        if index >= found.backward_ends:
+            moment = "optimizer step"
+        elif made[root].part == "loss":
+            moment = "loss"
+        events.append(Event(made[root], allocated, moment))
+        numbers.append(index)
+    return tuple(events), numbers
+
+
 def activations(found: Record, root: str = "") -> Activations:
     """The live storages of a recorded step, without gradients of parameters. Names of modules are relative to `root`,
     the model inside the wrappers of adapters."""
@@ -198,16 +198,6 @@ def activations(found: Record, root: str = "") -> Activations:
     alive = tuple(replace(each, module=named(each.module)) for each in peak.alive)
     kept = sum(event.change for event, at in counted if at < found.forward_ends)
     return Activations(kept, replace(peak, where=named(peak.where), alive=alive), most)
-
-
-        moment: Moment = "forward" if index < found.forward_ends else "backward"
-        if index >= found.backward_ends:
-            moment = "optimizer step"
-        elif made[root].part == "loss":
-            moment = "loss"
-        events.append(Event(made[root], allocated, moment))
-        numbers.append(index)
-    return tuple(events), numbers
 
 
 def _storage(life: Lifetime, found: Record) -> Storage:

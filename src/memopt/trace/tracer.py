@@ -9,6 +9,7 @@ other case the whole model is traced.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +57,7 @@ class Tracer:
         of, key = replace(self.of, training=training), (replace(training, batch=0, seq=None), groups)
         if key not in self._subjects:
             self._subjects[key] = subject(of, groups)
-        return trace(of, on=self._subjects[key])
+        return trace(of, copy.deepcopy(self._subjects[key]))
 
     def _extended(self, training: Training) -> Trace | None:
         if self.extends is False:

@@ -176,12 +176,12 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
     )
 
 
-def frontier_of(task: Task, points: int = 40) -> Frontier:
+def frontier_of(task: Task) -> Frontier:
     """Plans for the whole batch, from the fastest to the smallest, by the block model."""
     whole = _whole(task)
     found: list[Plan] = []
     for route in (whole, *_narrowed(whole)):
-        combinations = list(frontier(route.model, points))
+        combinations = list(frontier(route.model))
         # Reserved bytes beyond the live bytes grow with the live bytes; the largest and smallest step are traced.
         ends = (_own(route.model), combinations[-1])
         (most, beside), (least, besides) = ((p := route.model.peak(each), route.total(each) - p) for each in ends)
