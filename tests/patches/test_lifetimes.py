@@ -96,7 +96,8 @@ def test_no_tensor_of_a_step_waits_for_garbage_collection(name: str) -> None:
     model, batch = memopt.patch(tiny_model(name).train()), tiny_inputs(name)
     for _ in range(3):
         model(**batch, use_cache=False).loss.backward()
-    gc.collect()
+    gc.collect()  # graphs of the walk, whose nodes hold its observers
+    gc.collect()  # these observers
     gc.disable()
     try:
         model(**batch, use_cache=False).loss.backward()
