@@ -18,7 +18,7 @@ from memopt.reporting.charts import chart, thinned
 from memopt.reporting.snapshot import snapshot
 from memopt.trace.events import Trace
 from memopt.trace.trace import trace
-from memopt.trace.training import Step, Training
+from memopt.trace.training import Step, Train, Training
 from tests.trace.builders import named_config, sites_of
 
 #: Those that unpickle() of torch/utils/viz/MemoryViz.js knows.
@@ -118,6 +118,15 @@ def test_the_chart_has_the_predicted_peak_and_its_parts(predictions: list[Predic
         assert at_top == prediction.peak.parts
         assert [name for name, _ in drawn.phases] == ["forward", "backward", "optimizer"]
         assert prediction.peak.where in drawn.where
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_the_chart_sums_the_storages_of_all_blocks(train: Train) -> None:
+    config = named_config("llama")
+    found = trace(Step(config, Training(batch=2, seq=64, train=train), sites_of(config)))
+    names = {name for _, name in chart("stock", combine(found, Setup())).at_peak}
+    assert "blocks" in names
+    assert [name for name in names if "layers." in name] == []
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 5000])

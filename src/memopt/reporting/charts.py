@@ -16,6 +16,7 @@ from memopt.reporting.html.shapes import Chart, share, ticks
 from memopt.reporting.terminal import WORDS, columns
 from memopt.trace.events import PARTS, Part
 from memopt.trace.trace import trace
+from memopt.walk.models.alike import places
 
 #: The most moments in a chart: two for each column of a chart that is a few hundred columns wide.
 _SHOWN = 600
@@ -47,10 +48,10 @@ def chart(name: str, prediction: Prediction) -> Chart:
     for phase, moment in (("backward", "backward"), ("optimizer", "optimizer step")):
         begin = next((place for place, event in enumerate(events) if event.moment == moment), None)
         phases += [] if begin is None else [(phase, begin)]
-    blocks = tuple(f"{block}." for block in prediction.trace.blocks)
+    block_of = places(prediction.trace.blocks)
     at_peak = Counter[tuple[str, str]]()
     for storage in (*prediction.resident, *prediction.peak.alive):
-        place = "blocks" if f"{storage.module}.".startswith(blocks) else storage.module
+        place = "blocks" if block_of(storage.module) >= 0 else storage.module
         at_peak[storage.part, place] += storage.nbytes
     peak = prediction.peak
     where = f" of {peak.where}" if peak.where else ""
