@@ -38,7 +38,7 @@ def test_a_name_in_another_place_is_found(tmp_path: Path, name: str, line: str, 
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("patches/norm/module.py", "from memopt.patches.replay.module import patch_replay"),
+        ("patches/activation/module.py", "from memopt.kernels.derivative_codes.codes import CODES"),
         ("patches/gated_mlp/module.py", "from memopt.kernels.linear.function import linear"),
         ("sampling/__init__.py", "from memopt.patches.sampled_linear.visits import INDEX"),
     ],

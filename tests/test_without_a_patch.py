@@ -124,11 +124,11 @@ for file in sys.argv[1:]:
 print(json.dumps([[patch.name for patch in patches()], counts]))
 """
 FAST = ("linear", "norm")
+FOLDERS = sorted(path.parent.name for path in (SOURCE / "patches").glob("*/__init__.py"))
 
 
 @pytest.mark.parametrize(
-    "gone",
-    [pytest.param(patch.name, marks=() if patch.name in FAST else pytest.mark.slow) for patch in patches()],
+    "gone", [pytest.param(folder, marks=() if folder in FAST else pytest.mark.slow) for folder in FOLDERS]
 )
 @pytest.mark.rotates(3)
 def test_recipes_that_do_not_name_it_and_the_planner_work_without_it(gone: str, tmp_path: Path) -> None:
@@ -145,7 +145,8 @@ def test_recipes_that_do_not_name_it_and_the_planner_work_without_it(gone: str, 
     assert ran.code == 0, ran.err
     there, counts = json.loads(ran.out)
     extending = {"sampled_linear"} if gone == "linear" else set()
-    assert {patch.name for patch in patches()} - set(there) == {gone, *extending}
+    names = {patch.name for patch in patches()}
+    assert names - set(there) == names & {gone, *extending}
     for rewrites, levels, modules in counts.values():
         assert rewrites
         assert modules

@@ -33,8 +33,8 @@ WORDS = {
     r"remade|remakes?\b": "recomputed",
     r"\bhangs? on a\b": "depends on",
 }
-#: Folders of kernels/ that belong to no operator.
-SHARED_KERNELS = {"base"}
+#: Folders of kernels/ that several methods share.
+SHARED_KERNELS = {"base", "replay"}
 #: Files outside of patches/ and kernels/ that may name a method.
 NAMES_METHODS = {
     "sampling/__init__.py": "the public path of patches/sampled_linear",

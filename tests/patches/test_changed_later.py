@@ -38,7 +38,7 @@ from memopt.patches.linear.adapted import AdaptedRewrite, as_adapted, run_adapte
 from memopt.patches.linear.module import patch_linear
 from memopt.patches.loss.module import patch_head
 from memopt.patches.norm.module import patch_norm
-from memopt.patches.replay.module import patch_replay
+from memopt.patches.replay import patch_replay
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.sum_norm import module as sum_norms
 from memopt.patches.sum_norm import probe as sum_norm_probe

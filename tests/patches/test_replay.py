@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memopt.kernels.replay import function as replay_function
-from memopt.patches.replay.module import patch_replay
+from memopt.patches.replay import patch_replay
 from memopt.patches.swap import is_swapped, unswap
 from memopt.walk.sites import NormSite
 

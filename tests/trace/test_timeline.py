@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.kernels.replay import function as replay_function
-from memopt.patches.replay.module import patch_replay
+from memopt.patches.replay import patch_replay
 from memopt.torch_compat import FakeTensorMode
 from memopt.trace.account import account
 from memopt.trace.events import Activations

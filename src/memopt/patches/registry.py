@@ -97,15 +97,12 @@ def _shipped() -> dict[str, Patch]:
     folders = sorted(module.name for module in pkgutil.iter_modules(memopt.patches.__path__) if module.ispkg)
     found = {}
     for folder in folders:
-        # A folder without `patch.py` holds code that several patches use.
-        home = f"{memopt.patches.__name__}.{folder}"
-        if any(module.name == "patch" for module in pkgutil.iter_modules(import_module(home).__path__)):
-            try:
-                found[folder] = _patch_of(home)
-            except ModuleNotFoundError as missing:
-                if str(missing.name).rpartition(".")[0] != memopt.patches.__name__:
-                    raise
-                # This patch extends another one whose folder is missing, so it is left out too.
+        try:
+            found[folder] = _patch_of(f"{memopt.patches.__name__}.{folder}")
+        except ModuleNotFoundError as missing:
+            if str(missing.name).rpartition(".")[0] != memopt.patches.__name__:
+                raise
+            # This patch extends another one whose folder is missing, so it is left out too.
     return found
 
 

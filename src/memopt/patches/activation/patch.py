@@ -50,7 +50,7 @@ class ActivationPatch(Patch, Checks):
 
     name = "activation"
     after = ("gated_mlp",)
-    requires = ("replay", "derivative_codes")
+    requires = ("derivative_codes",)
     rows = Rows("activation", {"recompute": "recomputed", "code": "coded"}, noun="activation", plural="activations")
     rules = ActivationRules
     sites = "activations"
@@ -113,7 +113,7 @@ class ActivationPatch(Patch, Checks):
 
     def apply(self, live: Live) -> None:
         from memopt.patches.activation.module import patch_activation
-        from memopt.patches.replay.module import patch_replay
+        from memopt.patches.replay import patch_replay
 
         rules, plan = live.plan.recipe.rules(ActivationRules), live.plan
         coded = plan.chosen("activation", "code")

@@ -14,7 +14,6 @@ class ChainsPatch(Patch, Checks):
 
     name = "chains"
     after = ("activation",)
-    requires = ("replay",)
     rows = Rows("chain", {"recompute": "recomputed"}, noun="elementwise chain", plural="elementwise chains")
     sites = "chained"
 

@@ -27,7 +27,6 @@ class DropoutPatch(Patch, Reports):
 
     name = "dropout"
     after = ("linear", "sampled_linear")
-    requires = ("replay",)
     rows = Rows("dropout", {"seed": "seeded"}, noun="dropout", plural="dropouts")
     rules = DropoutRules
     sites = "dropouts"

@@ -43,7 +43,6 @@ class NormPatch(Patch, Checks):
     """Shared and folded norms; norms without a known formula run their own forward again."""
 
     name = "norm"
-    requires = ("replay",)
     rows = Rows(
         "norm",
         {"fold": "folded", "share": "shared", "recompute": "recomputed"},
@@ -88,7 +87,7 @@ class NormPatch(Patch, Checks):
 
     def apply(self, live: Live) -> None:
         from memopt.patches.norm.module import patch_norm
-        from memopt.patches.replay.module import patch_replay
+        from memopt.patches.replay import patch_replay
 
         for norm in live.plan.chosen("norm"):
             rewrite: Any = patch_norm if norm.has_formula else patch_replay

@@ -24,7 +24,6 @@ class ReplayedFunctionPatch(Patch, Checks):
 
     name = "replayed_function"
     after = ("activation", "softmax")
-    requires = ("replay",)
     rows = Rows(
         "function",
         {"recompute": "run again"},

@@ -34,7 +34,7 @@ class TilePatch(Patch, Levels, Checks):
     """Modules by tiles: temporary memory of a block does not grow with intermediate size times number of tokens."""
 
     name = "tile"
-    after = ("checkpointing", "gated_mlp", "linear", "replay", "replayed_function", "softmax", "sampled_linear")
+    after = ("checkpointing", "gated_mlp", "linear", "replayed_function", "softmax", "sampled_linear")
     rows = Rows("tile", {"tiles": "by tiles"}, noun="module of tokens", plural="modules of tokens")
     rules = TileRules
 
