@@ -1,20 +1,13 @@
-"""What a plan needs of the toy patch: its rules, its sites and what happens to them."""
+"""What a plan needs of the toy patch: its rules, and what happens to its sites."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rows, Rules
 from memopt.walk.sites import Sites
-
-
-@dataclass(frozen=True)
-class ToySite:
-    """A module that computes x * sigmoid(1.702 x), as the probe finds it."""
-
-    name: str
+from tests.toy_patch.site import ToySite
 
 
 class ToyRules(Rules):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memopt.walk.sites import Sites
-from tests.toy_patch.patch import ToySite
+from tests.toy_patch.site import ToySite
 
 
 def find(model: nn.Module, sites: Sites) -> Iterator[ToySite]:
