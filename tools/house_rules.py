@@ -108,11 +108,11 @@ def _private_name(node: ast.AST) -> str | None:
 
 
 def words(root: Path) -> Iterator[str]:
-    """Expressions of our own where the field has a term, in names of tests too."""
+    """Expressions of our own where the field has a term, in names of functions too."""
     patterns = [(re.compile(pattern, re.IGNORECASE), term) for pattern, term in WORDS.items()]
     for path in _prose(root):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
-            text = line.replace("_", " ") if line.lstrip().startswith("def test_") else line
+            text = line.replace("_", " ") if line.lstrip().startswith("def ") else line
             for pattern, term in patterns:
                 if found := pattern.search(text):
                     yield f"{path}:{number}: '{found[0]}': the field says '{term}'"

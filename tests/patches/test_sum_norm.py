@@ -50,8 +50,8 @@ def loss_and_gradients(model, inputs):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def made_again(monkeypatch, model, inputs):
-    """Gradients of the same patched model with its sums made."""
+def gradients_with_written_sums(monkeypatch, model, inputs):
+    """Gradients of the same patched model whose sums are tensors of their own."""
     with monkeypatch.context() as patch:
         patch.setattr(sum_norm, "runs_triton", lambda *_: False)
         return loss_and_gradients(model, inputs)
@@ -74,7 +74,7 @@ def test_no_bit_of_a_gradient_changes(name, dtype, calls, monkeypatch):
     model, inputs = memopt.patch(tiny_model(name, dtype, hidden_dropout_prob=0.2).train()), tiny_inputs(name, 2, 16)
     ours = loss_and_gradients(model, inputs)
     assert calls["norm of a sum"] == 2 * model.config.num_hidden_layers
-    assert_equal(ours, made_again(monkeypatch, model, inputs))
+    assert_equal(ours, gradients_with_written_sums(monkeypatch, model, inputs))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit", "llama", "t5", "opt"])
@@ -108,7 +108,7 @@ def test_adapters_on_dense_are_called(calls, monkeypatch):
     ours = loss_and_gradients(model, inputs)
     assert any("lora_B" in name for name in ours)
     assert calls["norm of a sum"] == 2 * model.config.num_hidden_layers
-    assert_equal(ours, made_again(monkeypatch, model, inputs))
+    assert_equal(ours, gradients_with_written_sums(monkeypatch, model, inputs))
 
 
 @pytest.mark.parametrize("child", ["dense", "dropout", "LayerNorm"])
@@ -184,7 +184,7 @@ def test_parameters_of_another_dtype_than_the_sum_are_left_to_the_norm(calls):
 def test_under_autocast_terms_of_two_dtypes_are_added(calls, monkeypatch):
     model, inputs = memopt.patch(tiny_model("bert")), tiny_inputs("bert", 2, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = loss_and_gradients(model, inputs), made_again(monkeypatch, model, inputs)
+        ours, theirs = loss_and_gradients(model, inputs), gradients_with_written_sums(monkeypatch, model, inputs)
     assert_equal(ours, theirs)
 
 
@@ -193,7 +193,7 @@ def test_a_frozen_model_behind_trained_embeddings_gets_its_gradients(calls, monk
     model.bert.encoder.requires_grad_(False)
     ours = loss_and_gradients(model, inputs)
     assert calls["norm of a sum"] == 2 * model.config.num_hidden_layers
-    assert_equal(ours, made_again(monkeypatch, model, inputs))
+    assert_equal(ours, gradients_with_written_sums(monkeypatch, model, inputs))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -204,7 +204,7 @@ def test_under_activation_checkpointing_too(reentrant, calls, monkeypatch):
         model.enable_input_require_grads()
     ours = loss_and_gradients(model, inputs)
     assert calls["norm of a sum"] >= 2 * model.config.num_hidden_layers
-    assert_equal(ours, made_again(monkeypatch, model, inputs))
+    assert_equal(ours, gradients_with_written_sums(monkeypatch, model, inputs))
 
 
 def test_copies_are_patched_and_unpatching_gives_the_stock_forward_back(calls):

@@ -95,8 +95,8 @@ class Slot:
     def prepare(self) -> None:
         """Called for every slot before the first is exchanged."""
 
-    def gives_way(self) -> bool:
-        """Whether this slot can do without the tensor."""
+    def is_replaceable(self) -> bool:
+        """Whether a smaller form can replace the tensor."""
         raise NotImplementedError
 
     def exchange(self, together: Sequence[Slot]) -> None:
@@ -124,7 +124,7 @@ def settle(references: Iterable[weakref.ref[Slot]]) -> None:
         if slot.held is not None:
             groups.setdefault(storage_id(tensor_of(slot).untyped_storage()), []).append(slot)
     for group in sorted(groups.values(), key=lambda group: max(slot.rank for slot in group)):
-        if _gives_way(group):
+        if _are_replaceable(group):
             with torch.no_grad():
                 for slot in group:
                     slot.exchange(group)
@@ -135,7 +135,7 @@ def settle(references: Iterable[weakref.ref[Slot]]) -> None:
         slot.held = None
 
 
-def _gives_way(group: Sequence[Slot]) -> bool:
-    """Whether nothing but these slots refers to their common storage, and each slot can do without it."""
-    willing = all(slot.held is not None and slot.held.is_settled and slot.gives_way() for slot in group)
-    return willing and only_held_by([tensor_of(slot) for slot in group])
+def _are_replaceable(group: Sequence[Slot]) -> bool:
+    """Whether nothing but these slots refers to their common storage, and every slot can replace its tensor."""
+    can = all(slot.held is not None and slot.held.is_settled and slot.is_replaceable() for slot in group)
+    return can and only_held_by([tensor_of(slot) for slot in group])

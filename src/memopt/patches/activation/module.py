@@ -206,7 +206,7 @@ class Codable(Slot):
         """Set `recomputed`, which counts the readers of the output that is recomputed from the tensor."""
         self._recomputed = recomputed
 
-    def gives_way(self) -> bool:
+    def is_replaceable(self) -> bool:
         return self._recomputed is not None and not self._recomputed.readers
 
     def exchange(self, together: Sequence[Slot]) -> None:

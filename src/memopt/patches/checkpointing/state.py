@@ -115,7 +115,7 @@ class BlockState(Notes):
             ((table, name), was.get(name, ABSENT))
             for table, was in before
             for name, held in list(table.items())
-            if held is not None and was.get(name) is None and _may_be_made_again(name, held)
+            if held is not None and was.get(name) is None and _may_be_recreated(name, held)
         ]
         if found:
             self._parts = [None]  # the next call looks for its state again
@@ -307,7 +307,7 @@ def _is_state(value: Any) -> bool:
     return type(value) in (tuple, *PLAIN) or isinstance(value, CONTAINERS)
 
 
-def _may_be_made_again(name: Any, value: Any) -> bool:
+def _may_be_recreated(name: Any, value: Any) -> bool:
     """Whether the second run may create `value` once more: not what has a gradient, nor memopt's own attributes."""
     is_trained = isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad)
     return not is_trained and not (isinstance(name, str) and name.startswith("_memopt"))

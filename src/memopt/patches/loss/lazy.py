@@ -89,7 +89,7 @@ class LazyLogits(Tensor):
         lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         pending = [each for each in lazy if each.value is None]
         for each in () if func in METADATA else pending:
-            each.look_through_fetches()
+            each.accept_weight_fetches()
         if func in WANT_GRADIENTS:
             hook: Any = (*args[1:], kwargs.get("hook"))[0] if func is Tensor.register_hook else None
             if pending and waits_for_a_moment(hook):
@@ -134,7 +134,7 @@ class LazyLogits(Tensor):
                             note_backward(found, {each.source.head.snapshot for each in pending})
                             for each in pending:
                                 each.source.losses.append(func.__name__)
-                                each.source.pass_moments_to(found)
+                                each.source.register_hooks_on(found)
                     return answer
             if trained:
                 note(func, trained[0].source.head.module)
@@ -176,7 +176,7 @@ class LazyLogits(Tensor):
         """Whether no user's autograd function took this tensor's place in the graph."""
         return _own_state(self)[0] is self.node
 
-    def look_through_fetches(self) -> None:
+    def accept_weight_fetches(self) -> None:
         """Accept nodes in which ZeRO-3 fetches weights (`fetch_before`) as part of this tensor's own graph."""
         node: Any = None if self.grad_fn is self.node else self.grad_fn
         fetches = []
@@ -206,7 +206,7 @@ class LazyLogits(Tensor):
     def compute(self) -> Tensor:
         """The true logits, with this tensor's graph. Also computes all other logits of the same call of the head."""
         if self.value is None:
-            self.look_through_fetches()
+            self.accept_weight_fetches()
             for each in (*self.family, self):
                 each.fill()
         assert self.value is not None
@@ -236,7 +236,7 @@ class LazyLogits(Tensor):
         value = source.whole()
         for _, write in self.written:
             write(value)
-        source.pass_moments_to(value)
+        source.register_hooks_on(value)
         return value
 
     def follow(self) -> None:

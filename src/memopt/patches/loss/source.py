@@ -261,7 +261,7 @@ class Source:
             y = operation.run(y)
         return y
 
-    def pass_moments_to(self, tensor: Tensor) -> None:
+    def register_hooks_on(self, tensor: Tensor) -> None:
         """Register `moments` and `fetches` as hooks of `tensor`, which was computed from these logits."""
         for hook in (*self.moments.values(), *self.fetches) if tensor.requires_grad else ():
             tensor.register_hook(hook)

@@ -122,7 +122,7 @@ class SampledInput(Slot):
         if self._handle is not None:
             self.packed, self._handle = self._handle.taken(), None
 
-    def gives_way(self) -> bool:
+    def is_replaceable(self) -> bool:
         x = tensor_of(self)
         rows = x.shape[:-1].numel()
         kept = rows_kept(rows, self._sampling.budget)
