@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from memopt.cli.main import main
+from memopt.environment.files import format_bytes
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.headline import gib
@@ -24,7 +25,7 @@ from memopt.prediction.planner.choice import Frontier, Plan
 from memopt.prediction.setup import Setup
 from memopt.reporting.charts import chart, drawn_frontier, predictions, ways_table
 from memopt.reporting.compare import Comparison
-from memopt.reporting.html.page import page, size
+from memopt.reporting.html.page import page
 from memopt.reporting.html.shapes import Chart
 from memopt.trace.trace import trace_account
 from memopt.trace.training import Step, Training
@@ -157,7 +158,7 @@ def test_every_name_that_a_screen_reader_follows_is_there(full_page: str) -> Non
 def test_the_page_shows_the_peaks_and_what_they_are_made_of(predicted: list[Prediction], full_page: str) -> None:
     charts = data_of(Parsed(full_page))["charts"]
     for drawn, prediction in zip(charts, predicted, strict=True):
-        assert f"peak {size(prediction.peak.nbytes)}" in full_page
+        assert f"peak {format_bytes(prediction.peak.nbytes)}" in full_page
         at_top = sum(values[drawn["top"]] for values in drawn["live"])
         assert abs(at_top * 1024 - prediction.peak.nbytes) <= 512 * len(drawn["live"])  # each kind is rounded to KiB
         assert at_top == max(map(sum, zip(*drawn["live"], strict=True)))

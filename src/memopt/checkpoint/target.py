@@ -13,7 +13,7 @@ from typing import Any
 
 from memopt.checkpoint.sources.hub import cache_folder
 from memopt.checkpoint.sources.source import MANIFEST, sha256
-from memopt.environment.files import MAX_JSON_BYTES, parse_json, read_small, user_path
+from memopt.environment.files import MAX_JSON_BYTES, format_bytes, parse_json, read_small, user_path
 from memopt.errors import ModelError, OutputError, first_of
 
 #: File -> (device, inode, size, times), which show, without a read, whether the file was replaced or changed.
@@ -54,7 +54,7 @@ def check_space(out: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + _MARGIN:
         raise OutputError(
-            f"'{out}' needs {_size(needed + _MARGIN)} and the disk has {_size(free)} free.",
+            f"'{out}' needs {format_bytes(needed + _MARGIN)} and the disk has {format_bytes(free)} free.",
             "Free some space, or choose an --out on another disk.",
         )
 
@@ -143,7 +143,3 @@ def _records(folder: Path) -> dict[str, Any] | None:
     except (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return dict(records) if valid else None
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

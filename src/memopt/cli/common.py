@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memopt
+from memopt.environment.files import format_bytes
 from memopt.errors import MemoptError, StreamError, printable
 
 if TYPE_CHECKING:
@@ -313,14 +314,6 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
         status = "fail" if code == EXIT_NEGATIVE else "error"
         print_json(document(command, status, error={"type": kind, "message": message, "hint": hint}))
     return code
-
-
-def format_bytes(count: float) -> str:
-    """1.23 GiB, 45.6 MiB, 7.8 KiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.{2 if unit == 'GiB' else 1}f} {unit}"
-    return f"{int(count)} B"
 
 
 def plural(count: int, noun: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memopt.cli import common
-from memopt.environment.files import inputs_file, model_folder
+from memopt.environment.files import format_bytes, inputs_file, model_folder
 from memopt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -160,18 +160,18 @@ def _print(result: PatchResult, verbose: bool) -> None:
 
         saved = bytes_saved(result)
     if saved is not None:
-        before, after = (common.format_bytes(each.total) for each in (saved.before, saved.after))
+        before, after = (format_bytes(each.total) for each in (saved.before, saved.after))
         common.say(f"Saved for backward: {before} -> {after} ({saved.change:+.1%}), {saved.training}.")
     if result.written is None:
         source = result.source
         files = common.plural(len(source.shards), "weight file")
-        size = f", {common.format_bytes(source.nbytes)}" if source.shards else ""
+        size = f", {format_bytes(source.nbytes)}" if source.shards else ""
         beside = f", and beside them {', '.join(result.emitted)}" if result.emitted else ""
         common.say(f"Dry run: nothing was written. It would write {files}{size} to {result.out}{beside}")
         return
     written, out = result.written, common.quoted(result.out)
-    nbytes = common.format_bytes(written.nbytes)
-    changed = written.changed_nbytes and common.format_bytes(written.changed_nbytes)
+    nbytes = format_bytes(written.nbytes)
+    changed = written.changed_nbytes and format_bytes(written.changed_nbytes)
     tensors = common.plural(written.changed_tensors, "tensor")
     common.say(
         f"Wrote {result.out}: {nbytes} of weights, " + (f"{tensors} ({changed}) changed." if changed else "unchanged.")

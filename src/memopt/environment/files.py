@@ -290,6 +290,14 @@ def _limit(name: str) -> int | None:
     return MAX_CONFIG_BYTES if name.endswith("config.json") else _MAX_TOKENIZER_BYTES
 
 
+def format_bytes(nbytes: float) -> str:
+    """1.23 GiB, 45.6 MiB, 7.8 KiB, 9 B."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.{2 if unit == 'GiB' else 1}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def _check(path: Path, found: os.stat_result, limit: int | None) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = next((kind for is_kind, kind in _KINDS if is_kind(found.st_mode)), "something else")

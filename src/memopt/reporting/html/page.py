@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 import memopt
+from memopt.environment.files import format_bytes
 from memopt.errors import printable
 from memopt.reporting.compare import UNSEEN, Row
 from memopt.reporting.html.shapes import Chart, chart_data, drawn_chart, peak_rows, share, ticks
@@ -57,7 +58,7 @@ def page(
     source = files(__package__)
     script = source.joinpath("page.js").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, finalize=_shown)
-    environment.filters |= {"size": size, "percent": _percent, "breakable": _breakable, "scaled": share}
+    environment.filters |= {"size": format_bytes, "percent": _percent, "breakable": _breakable, "scaled": share}
     shown = SimpleNamespace(
         model=comparison.model,
         subtitle=f"{comparison.model_class}, recipe {comparison.recipe}: {comparison.training}",
@@ -85,14 +86,6 @@ def page(
         data={"charts": [chart_data(chart, kinds) for chart in charts]},
         version=memopt.__version__,
     )
-
-
-def size(nbytes: float) -> str:
-    """1.23 GiB, 45.6 MiB, 7.8 KiB, 0."""
-    for unit, of in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= of:
-            return f"{nbytes / of:.{2 if unit == 'GiB' else 1}f} {unit}"
-    return f"{nbytes:.0f} B" if nbytes else "0"
 
 
 def _shown(value: Any) -> Any:
