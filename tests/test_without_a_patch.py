@@ -96,9 +96,9 @@ def test_its_key_is_unknown_to_recipes(outputs: dict[str, str]) -> None:
     assert f"{GONE}s" not in outputs["recipes"]
 
 
-#: Runs in the copy with recipes as arguments: patches and trains a model by each, plans every level of its blocks and
-#: its fastest plan for a budget. Prints the patches that there are, and the number of rewrites, levels and patched
-#: modules of each recipe, as JSON.
+#: Runs in the copy with recipes as arguments: patches and trains a model by each, makes the callback of a Trainer,
+#: plans every level of its blocks and its fastest plan for a budget. Prints the patches that there are, and the number
+#: of rewrites, levels and patched modules of each recipe, as JSON.
 RECIPES = """
 import json, sys, torch, transformers
 import memopt
@@ -116,6 +116,7 @@ for file in sys.argv[1:]:
     for level in range(max(map(len, levels.options))):
         make_plan(plan.sites, levels.recipe_at([options[min(level, len(options) - 1)] for options in levels.options]))
     assert plan_model(model, "1GiB", recipe, batch=1, seq=8).plan.batch == 1
+    memopt.TrainerCallback(recipe)
     memopt.patch(model, recipe)
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids).loss.backward()

@@ -17,7 +17,6 @@ from memopt.integrations.release import release_gradients
 from memopt.patches.apply import is_patched
 from memopt.patches.record import warn_once
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
-from memopt.sampling import GradientMemoryCallback
 
 M = TypeVar("M", bound=nn.Module)
 #: Liger's kernels for modules that memopt patches; the others replace a function, or the forward of the whole model.
@@ -66,7 +65,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """
         self._releases = release_gradients
         self._patching = Patching(recipe, inputs, budget, batch, seq)
-        self._gradients = GradientMemoryCallback(max_tokens, required=False)
+        self._gradients = _gradient_memory(max_tokens)
 
     def model_init(self, function: Callable[..., M]) -> Callable[..., M]:
         """`function`, a Trainer's ``model_init``, with its model patched."""
@@ -116,6 +115,14 @@ class TrainerCallback(transformers.TrainerCallback):
             run=functools.partial(run_of, args),
             say=state.is_local_process_zero,
         )
+
+
+def _gradient_memory(max_tokens: int | None) -> transformers.TrainerCallback:
+    try:
+        from memopt.sampling import GradientMemoryCallback
+    except ModuleNotFoundError:  # any patch may be missing from the package
+        return transformers.TrainerCallback()
+    return GradientMemoryCallback(max_tokens, required=False)
 
 
 def _check_untouched(model: nn.Module, args: Any) -> None:
