@@ -86,7 +86,7 @@ def test_a_frontier_has_a_line_a_point(asked: dict[str, Any], capsys: pytest.Cap
 )
 def test_options_of_a_plan_need_a_budget(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "MODEL", *options]) == 2
-    assert "--out and --allow are about the one plan of --budget" in capsys.readouterr().err
+    assert "--out and --allow need the plan of --budget" in capsys.readouterr().err
 
 
 def test_the_page_shows_the_plan_and_a_note_names_keys_of_set_that_the_plan_changes(
@@ -193,6 +193,6 @@ def test_a_plan_and_its_drawings_have_the_workspaces_of_the_card(asked: dict[str
         (5 * GIB, 1500 << 20, "5120 MiB"),
     ],
 )
-def test_a_small_budget_is_told_in_mib(nbytes: int, budget: int | None, said: str) -> None:
+def test_a_small_budget_is_printed_in_mib(nbytes: int, budget: int | None, said: str) -> None:
     assert in_words(nbytes, budget) == said
     assert budget_name(1500 << 20) == "budget-1500MiB"

@@ -70,7 +70,7 @@ class Workshop:
         for path in list(self.root.iterdir()):
             shutil.rmtree(path)
         self._made.clear()
-        # What a first run of an architecture made stays; verify collects garbage after each model.
+        # Objects of a first run (classes, caches) stay alive. Frozen, they are skipped when verify collects garbage.
         gc.collect()
         gc.freeze()
 

@@ -95,7 +95,7 @@ def _(site: Site, size: float) -> Any:
 @in_modules("norms", "x_hat has the other sign in backward", *_WITH_AFFINE, recipe=_UNFOLDED)
 def _(site: Site) -> Any:
     def change(stock: Any, dy: Tensor, x_hat: Tensor, *rest: Any) -> Gradients:
-        # In dx it stands twice.
+        # The formula of dx has x_hat twice, so its sign has no effect there.
         return stock(dy, x_hat, *rest)[0], *stock(dy, -x_hat, *rest)[1:]
 
     return _backward(site, change)

@@ -147,7 +147,7 @@ Made from {model} by memopt {manifest.memopt_version} with recipe {_code(manifes
 saves fewer bytes for backward.
 
 - Norms folded into the layers that read them: {len(folded)}. Each stored weight that a fold changes is rounded once.
-- Norms not folded: {rest}. What no fold touches is byte for byte the source's; `memopt.json` gives the reasons.
+- Norms not folded: {rest}. All other tensors are byte for byte those of the source. `memopt.json` gives the reasons.
 
 | to | run |
 |---|---|

@@ -77,12 +77,12 @@ class Outputs:
                 hint = "Give both, e.g. --budget 24GiB --out plan."
                 raise UsageError("--emit writes the plan of --budget into the folder --out.", hint)
         if self.frontier and self.budget is not None and gpu is not None:
-            raise UsageError("--frontier is of one card, and --gpu and --budget both name one.", "Leave out --budget.")
+            raise UsageError("--frontier needs one card, and --gpu and --budget both name one.", "Leave out --budget.")
         if self.frontier and self.budget is not None and not find_card(self.budget).is_named:
             hint = "Leave out one of them, or name a card, whose rates count."
             raise UsageError("--frontier has plans of every size, so a size in --budget has no effect.", hint)
         if (self.out is not None or self.allow) and not is_plan:
-            raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
+            raise UsageError("--out and --allow need the plan of --budget.", "Give one, e.g. --budget 24GiB.")
 
     def checked(self) -> Outputs:
         """These options with the paths of --html and --snapshot resolved, and checked before any work."""

@@ -65,7 +65,8 @@ def headline(
     if card is not None:
         check_attention(card, request.attention)
     if longest and (card is None or request.inputs is not None):
-        raise UsageError("The longest sequence is that of a card, without inputs of a size.", "Add gpu, e.g. rtx4090.")
+        hint = "Add gpu, e.g. rtx4090, and leave out inputs."
+        raise UsageError("The longest sequence needs a card, and inputs of any length.", hint)
     if step is None:
         subject = subject_of(request)
         step = subject.step(subject.batch())

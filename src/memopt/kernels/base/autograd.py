@@ -1,4 +1,4 @@
-"""Shared by the autograd functions of the operators."""
+"""The base of the operators' autograd functions: autocast, double backward, memory that a backward may write over."""
 
 from __future__ import annotations
 

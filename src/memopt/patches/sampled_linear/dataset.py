@@ -33,9 +33,9 @@ class IndexedDataset(Dataset[dict[str, Any]]):
             raise InputsError("The data set is already an IndexedDataset.")
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise InputsError(
-                f"{type(dataset).__name__} has no `len` and no `[]`, and samples of a stream have no number under "
-                "which to remember their gradients.",
-                "Use a map-style data set, or train without it: rows are then drawn by their own norms.",
+                f"{type(dataset).__name__} has no `len` and no `[]`, and samples of a stream have no number by "
+                "which their gradients could be remembered.",
+                "Use a map-style data set, or train on the stream itself: rows are then drawn by their own norms.",
             )
         self._dataset = dataset
 
@@ -100,8 +100,8 @@ def remember_gradients(model: nn.Module, samples: IndexedDataset | int, max_toke
 def _numbered(sample: Any, number: int) -> dict[str, Any]:
     if not isinstance(sample, Mapping):
         raise InputsError(
-            f"A sample of the data set is a {type(sample).__name__}, not a mapping of names to values, so its number "
-            "cannot be put beside them."
+            f"A sample of the data set is a {type(sample).__name__}, not a mapping of names to values, so memopt "
+            "cannot add its number."
         )
     if INDEX in sample:
         raise InputsError(f"A sample of the data set has a '{INDEX}' of its own.")

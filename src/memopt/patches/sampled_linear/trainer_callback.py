@@ -94,8 +94,8 @@ def _indexed(dataset: Any) -> IndexedDataset:
     name = type(dataset).__name__
     if not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
         raise InputsError(
-            f"The training data is a stream ({name}), whose samples have no number under which to remember their "
-            "gradients."
+            f"The training data is a stream ({name}), whose samples have no number by which their gradients could be "
+            "remembered."
         )
     raise InputsError(
         f"The training data ({name}) does not number its samples.",

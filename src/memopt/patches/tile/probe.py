@@ -171,7 +171,7 @@ def _counted(module: nn.Module, x: Tensor) -> int:
     rows = x.size(0) * x.size(1)
     numbers = -(-sum(products) // rows)
     if numbers < _GROWS * (x.size(-1) + sum(each.numel() // rows for each in outputs)):
-        raise ValueError("it computes little more than what goes in and out")
+        raise ValueError("its matrix products have few more elements than its input and output")
     return numbers
 
 

@@ -54,7 +54,8 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
 
 
 def _casts_as_linear(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> bool:
-    """Whether autocast casts the input of `module` as that of `F.linear`. A forward may leave autocast."""
+    """Whether autocast casts the input of `module` as it casts the input of `F.linear`. A forward may switch autocast
+    off."""
     parameters = {name: nn.Parameter(each.float(), requires_grad=False) for name, each in stand_ins.items()}
     alone, before = with_stand_ins(module, parameters=parameters), torch.is_autocast_enabled("cuda")
     try:
