@@ -223,7 +223,7 @@ class Worker:
             return {"error": f"no answer within {_ANSWER_SECONDS:.0f} s"}
         return {"error": f"its process ended with code {process.wait()}: {self._last_words()}"}
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer_to(self, request: dict[str, Any]) -> dict[str, Any]:
         self.send(request)
         return self.receive()
 

@@ -31,7 +31,7 @@ def plan_of(norm: NormSite, *settings: str) -> Plan:
     return make_plan(Sites("M", "m", norms=(norm,)), load_recipe("exact", settings))
 
 
-def test_a_norm_with_a_caution_is_shared_and_told_how_to_fold_it() -> None:
+def test_a_norm_with_a_caution_is_shared_and_its_reason_says_how_to_fold_it() -> None:
     plan = plan_of(LAST)
     (entry,) = plan.entries
     assert (entry.action, entry.reason) == (
@@ -208,7 +208,7 @@ def test_the_accuracy_of_a_recipe_follows_from_its_rules(settings: tuple[str, ..
     assert load_recipe("exact", settings).accuracy == accuracy
 
 
-def test_patterns_that_match_no_linear_are_told() -> None:
+def test_patterns_that_match_no_linear_are_noted() -> None:
     sites = Sites("M", "m", linears=(FC2,), blocks=(BLOCK,), hidden_size=8)
     notes = make_plan(sites, load_recipe("wta-crs", ["linears.targets=fc3"])).notes
     assert any("linears.targets 'fc3' matches no linear" in note for note in notes)

@@ -61,7 +61,7 @@ def test_a_decoder_passes_every_level(patched_smollm2):
 
 
 @pytest.mark.parametrize("loader", ["stock", "memopt"])
-def test_a_patched_decoder_still_knows_the_capital_of_france(patched_smollm2, loader):
+def test_a_patched_decoder_still_answers_with_the_capital_of_france(patched_smollm2, loader):
     tokenizer = transformers.AutoTokenizer.from_pretrained(patched_smollm2)
     if loader == "stock":
         model = transformers.AutoModelForCausalLM.from_pretrained(patched_smollm2)

@@ -100,7 +100,7 @@ def test_the_commands_patch_verify_and_report_it(
     assert totals[1] < totals[0]
 
 
-def test_once_it_is_gone_nothing_knows_it() -> None:
+def test_once_it_is_gone_its_key_is_unknown() -> None:
     unregister(next(patch for patch in patches() if patch.name == "toy_patch"))
     try:
         with pytest.raises(RecipeError, match="unknown key 'toys'"):

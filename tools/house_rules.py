@@ -35,6 +35,8 @@ WORDS = {
     r"remade|remakes?\b": "recomputed",
     r"\bhangs? on a\b": "depends on",
 }
+#: Words in names of functions: code does none of this.
+PERSONIFIED = {r"\b(?:told|knows?|asks?|wants?)\b": "it reports, recognises, reads, names"}
 #: Folders of kernels/ that several methods share.
 SHARED_KERNELS = {"base", "replay"}
 #: Files outside of patches/ and kernels/ that may name a method.
@@ -119,10 +121,12 @@ def _private_name(node: ast.AST) -> str | None:
 def words(root: Path) -> Iterator[str]:
     """Expressions of our own where the field has a term, in names of functions too."""
     patterns = [(re.compile(pattern, re.IGNORECASE), term) for pattern, term in WORDS.items()]
+    of_names = [*patterns, *((re.compile(pattern), term) for pattern, term in PERSONIFIED.items())]
     for path in _prose(root):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
-            text = line.replace("_", " ") if line.lstrip().startswith("def ") else line
-            for pattern, term in patterns:
+            is_name = line.lstrip().startswith("def ")
+            text = line.replace("_", " ") if is_name else line
+            for pattern, term in of_names if is_name else patterns:
                 if found := pattern.search(text):
                     yield f"{path}:{number}: '{found[0]}': the field says '{term}'"
 

@@ -119,7 +119,7 @@ def run_case(case: Case, workers: dict[str, Worker], *, dry_run: bool) -> dict[s
     ready = [name for name in workers if "kept_bytes" in rows[name]]
     samples, host = _interleave({name: workers[name] for name in ready}, 2 if dry_run else _ROUNDS)
     for worker in workers.values():
-        worker.ask({"do": "drop"})
+        worker.answer_to({"do": "drop"})
     failed = [name for name in ready if any(sample != sample for sample in samples[name])]
     for name in failed:
         rows[name]["error"] = "failed while it was timed"
@@ -175,7 +175,10 @@ def _prepare_budget(case: Case, worker: Worker, answers: dict[str, Row]) -> Row:
         return {"error": f"no budget down to {min(kept)} keeps as little as memopt", "scanned": scanned["kept_bytes"]}
     # The most bytes that are not above memopt's; among equals the highest budget.
     budget = max(fitting, key=lambda budget: (kept[budget], budget))
-    return {**worker.ask({"do": "prepare", "case": case.name, "budget": budget}), "scanned": scanned["kept_bytes"]}
+    return {
+        **worker.answer_to({"do": "prepare", "case": case.name, "budget": budget}),
+        "scanned": scanned["kept_bytes"],
+    }
 
 
 def _interleave(workers: dict[str, Worker], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -188,7 +191,7 @@ def _interleave(workers: dict[str, Worker], rounds: int) -> tuple[dict[str, list
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            answer = workers[name].ask({"do": "timed", "steps": steps})
+            answer = workers[name].answer_to({"do": "timed", "steps": steps})
             samples[name].append(statistics.median(answer["ms"]) if "ms" in answer else float("nan"))
             host[name].append(answer.get("host_ms", float("nan")))
         first = [values[0] for values in samples.values() if values[0] == values[0]]

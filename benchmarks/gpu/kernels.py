@@ -249,7 +249,7 @@ def _run(plan: Sequence[Shape], result: Result, *, dry_run: bool, minutes: float
             done += 1
             print(f"{done}/{len(plan)} {shape.op} {shape.tokens} x {shape.hidden} {shape.dtype}", file=sys.stderr)
             for provider in _asked(shape):
-                answer = workers[provider].ask(asdict(shape))
+                answer = workers[provider].answer_to(asdict(shape))
                 result.add(*(_complete(row, shape) for row in answer.get("rows", [])))
                 if "error" in answer:
                     result.add(_complete({"provider": provider, "error": answer["error"]}, shape))

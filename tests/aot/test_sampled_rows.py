@@ -94,7 +94,7 @@ def matmul_precision() -> Iterator[None]:
 
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.usefixtures("matmul_precision")
-def test_fp32_is_multiplied_as_pytorch_was_told(older: bool) -> None:
+def test_fp32_is_multiplied_as_pytorchs_setting_says(older: bool) -> None:
     for precision in ("ieee", "tf32"):
         if older:
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

@@ -196,7 +196,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_trained(mo
     assert "needs matplotlib" in capsys.readouterr().err
 
 
-def test_an_interrupt_is_told_in_a_sentence(measured, monkeypatch, tmp_path, capsys) -> None:
+def test_an_interrupt_is_reported_in_a_sentence(measured, monkeypatch, tmp_path, capsys) -> None:
     def interrupted(preset: str, size: str, way: str, *_: object) -> list[Run]:
         raise KeyboardInterrupt
 

@@ -72,7 +72,7 @@ def test_the_list_names_each_parts_command_target_and_result(capsys: pytest.Capt
         assert f"benchmarks/results/{part.result}" in printed
 
 
-def test_the_makefile_and_the_docs_know_the_plan() -> None:
+def test_the_makefile_and_the_docs_name_the_plan() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in ("gpu-plan", "gpu-check", "gpu-bench", "gpu-wheels"):
         assert re.search(rf"^{target}:.* ## ", makefile, re.MULTILINE), target
@@ -90,7 +90,7 @@ def test_packages_are_those_of_pyproject_and_all_of_them_are_here() -> None:
     assert list(gpu_plan.lacking(sys.path)) == []
 
 
-def test_a_machine_without_a_package_is_told_in_one_line_what_to_bring(
+def test_a_missing_package_is_reported_in_one_line_with_the_way_to_bring_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_plan, "needed", lambda: ["torch", "no-such-package"])

@@ -44,7 +44,7 @@ def test_the_spread_is_that_of_the_processes_medians():
     torch.testing.assert_close(row.spread, (1.0, 1.2))
 
 
-def test_forward_and_backward_are_told_apart():
+def test_forward_and_backward_are_distinguished():
     stock, _ = host.rows_of((STOCK, OURS), [rounds(1.0, 1.0, 1.0)])
     torch.testing.assert_close((stock.forward, stock.backward), (2.0, 6.0))
 

@@ -36,7 +36,7 @@ def test_a_launch_beyond_stocks_fails(monkeypatch, capsys):
     assert "bert, full, bf16: 5 launches, stock 4" in capsys.readouterr().err
 
 
-def test_a_step_is_counted_after_the_scopes_know_their_blocks(monkeypatch):
+def test_a_step_is_counted_after_the_scopes_have_seen_their_blocks(monkeypatch):
     steps = []
     monkeypatch.setattr(launches, "built", lambda case, layers: (Model(steps), {}))
     launches._counted(CASE, False, LAYERS[0], lambda step: Counter(steps=len(steps)))

@@ -16,7 +16,7 @@ from tests.factories import tiny_inputs, tiny_model
 LAYERS = 4
 
 
-def test_plans_ask_for_ever_more_work():
+def test_each_plan_does_more_work_than_the_one_before():
     found = levels(16, 2)
     assert len(found) >= 12
     assert len(set(found)) == len(found)

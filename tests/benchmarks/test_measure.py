@@ -28,8 +28,8 @@ def test_without_a_gpu_a_check_ends_with_code_2_and_one_sentence(benchmark, caps
 def test_a_worker_answers_in_its_own_process_and_survives_a_bad_request():
     worker = Worker(kernels.MODULE, "eager", dry_run=True)
     try:
-        assert "error" in worker.ask({"no": "shape"})
-        answer = worker.ask({"op": "ReLU^2", "tokens": 4, "hidden": 8, "dtype": "float32"})
+        assert "error" in worker.answer_to({"no": "shape"})
+        answer = worker.answer_to({"op": "ReLU^2", "tokens": 4, "hidden": 8, "dtype": "float32"})
         assert [row["direction"] for row in answer["rows"]] == [FORWARD, BACKWARD]
         assert all("median" in row for row in answer["rows"])
     finally:
@@ -39,7 +39,7 @@ def test_a_worker_answers_in_its_own_process_and_survives_a_bad_request():
 def test_a_worker_that_cannot_start_is_reported_with_its_last_words():
     worker = Worker("benchmarks.no_such_benchmark", "eager", dry_run=True)
     try:
-        assert "no_such_benchmark" in worker.ask({})["error"]
+        assert "no_such_benchmark" in worker.answer_to({})["error"]
     finally:
         worker.close()
 
@@ -195,7 +195,7 @@ class InThisProcess:
     def receive(self):
         return self._answers.pop()
 
-    def ask(self, request):
+    def answer_to(self, request):
         self.send(request)
         return self.receive()
 

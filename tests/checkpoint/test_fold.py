@@ -186,11 +186,11 @@ def test_names_are_mapped_with_the_base_models_prefix_added_or_removed() -> None
     assert map_names({"a", "b"}, {"model.a", "model.b"}) == {"a": "model.a", "b": "model.b"}
 
 
-def test_a_prefix_is_not_removed_when_the_files_know_it() -> None:
+def test_a_prefix_that_the_files_have_is_not_removed() -> None:
     assert map_names({"encoder.norm.w"}, {"norm.w", "encoder.other.w"}) == {}
 
 
-def test_a_prefix_is_not_added_when_the_model_knows_it() -> None:
+def test_a_prefix_that_the_model_has_is_not_added() -> None:
     assert map_names({"norm.w", "encoder.other.w"}, {"encoder.norm.w", "encoder.other.w"}) == {
         "encoder.other.w": "encoder.other.w"
     }

@@ -58,7 +58,7 @@ def test_long_channel_lists_are_stored_as_runs() -> None:
     assert data["folds"][0]["fold"]["consumers"][0]["channels"] == [[0, 4096], [-1, 4096]]
 
 
-def test_a_manifest_of_a_newer_version_asks_for_an_upgrade(tmp_path: Path) -> None:
+def test_the_error_for_a_manifest_of_a_newer_version_names_the_upgrade(tmp_path: Path) -> None:
     data = json.loads(manifest().to_json()) | {"schema_version": 2, "memopt_version": "9.9"}
     with pytest.raises(ModelError, match=r"9\.9.*newer.*Upgrade"):
         read_manifest(write(tmp_path, data))

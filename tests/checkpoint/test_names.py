@@ -294,7 +294,7 @@ def test_a_weight_in_codes_is_refused_by_name(llama: Path, dtype: torch.dtype) -
         ({"vocab_size": 10**14}, "a parameter of 100000000000000 x 64"),
     ],
 )
-def test_a_config_that_asks_for_too_much_is_refused_without_building_it(
+def test_a_config_with_too_large_sizes_is_refused_without_building_it(
     llama: Path, settings: dict[str, object], words: str
 ) -> None:
     assert words in refusal(configure(llama, **settings))

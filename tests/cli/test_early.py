@@ -36,7 +36,7 @@ _RUN = "import sys; from memopt.cli.main import main; print(main(sys.argv[1:]), 
         "unpatch {here}",
     ],
 )
-def test_a_mistake_is_told_without_torch(line: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_without_torch(line: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     words = shlex.split(line.format(here=tmp_path))
     done = subprocess.run([sys.executable, "-c", _RUN, *words], capture_output=True, text=True, check=True)

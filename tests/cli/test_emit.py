@@ -31,7 +31,9 @@ def failed(folder: Path) -> dict[str, str]:
     return {check.id: check.detail for check in verify_weights(folder) if check.status == "fail"}
 
 
-def test_patch_adds_files_that_verify_knows_and_unpatch_leaves_out(memopt: Memopt, llama: Path, tmp_path: Path) -> None:
+def test_patch_adds_files_that_verify_accepts_and_unpatch_leaves_out(
+    memopt: Memopt, llama: Path, tmp_path: Path
+) -> None:
     engines = ("--emit", "axolotl", "--emit", "deepspeed")
     run = memopt("patch", llama, *engines, "--dry-run")
     assert "and beside them axolotl.yaml, deepspeed.json, recipe.yaml" in run.out

@@ -33,7 +33,7 @@ def test_patch_folds_with_a_batch_and_remembers_its_form(memopt: Memopt, station
     assert inputs["arguments"]["labels"] == {"dtype": "int64", "shape": [2]}
 
 
-def test_without_a_batch_the_way_to_make_one_is_told(memopt: Memopt, stations: Path) -> None:
+def test_without_a_batch_the_error_says_how_to_make_one(memopt: Memopt, stations: Path) -> None:
     run = memopt("patch", stations, "--dry-run", "--json")
     assert "fold" not in json.loads(run.out)["counts"]["norm"]
     assert any("torch.save(dict(processor(" in note for note in json.loads(run.out)["notes"])
@@ -42,7 +42,7 @@ def test_without_a_batch_the_way_to_make_one_is_told(memopt: Memopt, stations: P
     assert "--inputs batch.pt" in run.err
 
 
-def test_verify_runs_with_the_batch_and_asks_for_it_when_it_is_missing(memopt: Memopt, stations: Path) -> None:
+def test_verify_runs_with_the_batch_and_names_it_when_it_is_missing(memopt: Memopt, stations: Path) -> None:
     memopt("patch", stations, "--inputs", "batch.pt", "--out", "out")
     run = memopt("verify", "out", "--inputs", "batch.pt", "--json")
     assert run.code == 0, run.err

@@ -131,7 +131,7 @@ def test_torchtitan_checkpoints_all_blocks_or_none() -> None:
     assert text_of(planned(EVERY_BLOCK, both), "torchtitan").endswith("activation-checkpoint:full\n")
 
 
-def test_an_unknown_engine_is_told_the_nearest() -> None:
+def test_the_error_for_an_unknown_engine_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="--emit 'acelerate' is no engine") as found:
         files_of(planned(), ["acelerate"])
     assert found.value.hint == "Did you mean 'accelerate'?"

@@ -122,7 +122,7 @@ def test_an_error_of_verify_is_no_failed_check(place: Workshop, monkeypatch: pyt
     assert run(replace(row, fault=replace(row.fault, may_refuse=True)), place).outcome == "caught"
 
 
-def test_the_fault_is_in_one_module_and_what_changes_nothing_is_told_from_what_is_missed(
+def test_the_fault_is_in_one_module_and_faults_without_effect_do_not_count_as_missed(
     place: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: set[str | None] = set()

@@ -59,7 +59,7 @@ def test_every_shipped_recipe_is_run_on_25_families_in_fp32_and_bf16() -> None:
     assert ran >= set(itertools.product(FAMILIES, WIDTHS, shipped()))
 
 
-def test_an_alarm_and_a_crash_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_alarm_and_a_crash_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def verify(folder: Path) -> Verdict:
         return Verdict((Check("forward.error_ratio", "forward", "logits", "fail", value=3.0, threshold=1.25),))
 

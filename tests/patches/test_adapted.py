@@ -224,7 +224,7 @@ def test_a_release_that_computes_something_else_runs_its_own_forward(monkeypatch
     assert as_adapted(layer())
 
 
-def test_the_proof_is_made_outside_of_the_modes_of_the_forward_that_asks_for_it() -> None:
+def test_the_proof_runs_outside_of_the_modes_of_the_forward_that_needs_it() -> None:
     forward: Any = type(layer()).forward
     adapted._is_proved.cache_clear()
     before = torch.get_rng_state()

@@ -521,7 +521,7 @@ def test_switched_off_with_activations() -> None:
     assert all(row.action == "keep" for row in plan.entries if row.kind == "chain")
 
 
-def test_verify_knows_that_the_intermediates_are_freed_in_the_forward() -> None:
+def test_verify_counts_the_intermediates_as_freed_in_the_forward() -> None:
     plan = memopt.plan_for(model_of("gpt_oss"))
     assert set(PATCH.frees(plan)) == {f"model.layers.{i}.mlp.experts" for i in (0, 1)}
 

@@ -166,7 +166,7 @@ def test_lora_added_before_or_after_patching(name, order):
     assert_close(ours, stock)
 
 
-def test_two_patched_models_do_not_know_of_each_other():
+def test_two_patched_models_share_no_state():
     a, b = tiny_model("llama"), tiny_model("llama", seed=1)
     stock_class = type(a.model.layers[0])
     memopt.patch(a)

@@ -164,7 +164,7 @@ def seeded(p: float, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("module", ELEMENTWISE, ids=named)
-def test_a_dropout_of_elements_is_told_by_what_it_computes(module: nn.Module) -> None:
+def test_a_dropout_of_elements_is_recognised_by_its_values(module: nn.Module) -> None:
     module, x = copy.deepcopy(module), draw(4, 50)
     patch_dropout(module)
     state = swap_state(module)

@@ -175,7 +175,7 @@ def test_a_recipe_that_checkpoints_blocks_draws_the_masks_of_one_that_does_not()
     assert not memopt.summary(made).refused
 
 
-def test_masks_that_are_saved_are_told() -> None:
+def test_masks_that_are_saved_are_noted() -> None:
     told = [
         "dropouts that save a mask" in str(memopt.summary(made))
         for made in (

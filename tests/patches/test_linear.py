@@ -27,7 +27,7 @@ class Scored(nn.Linear):
         self.scores = nn.Parameter(torch.ones(4))
 
 
-def test_a_linear_is_told_by_what_it_computes():
+def test_a_linear_is_recognised_by_its_values():
     assert is_linear(nn.Linear(6, 4))
     assert is_linear(nn.Linear(6, 4, bias=False))
     assert is_linear(nn.Linear(6, 4, device="meta"))
@@ -35,7 +35,7 @@ def test_a_linear_is_told_by_what_it_computes():
     assert not is_linear(nn.Linear(5, 5), transposed=True)
 
 
-def test_a_transposed_weight_is_told():
+def test_a_transposed_weight_is_recognised():
     assert is_linear(Conv1D(4, 6), transposed=True)
     assert not is_linear(Conv1D(4, 6))
 

@@ -58,7 +58,7 @@ def test_a_loss_that_is_whole_says_so_once_and_in_the_summary(change: Callable[[
     assert "logits of lm_head were computed whole, since" in str(memopt.summary(model))
 
 
-def test_a_head_that_gets_adapters_after_the_patch_is_told_to_be_patched_again() -> None:
+def test_the_error_of_a_head_that_got_adapters_after_the_patch_says_to_patch_again() -> None:
     model = memopt.patch(tiny_model("llama").train())
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"]))
     with pytest.warns(UserWarning, match=r"adapters were added to the head after the patch: patch again"):

@@ -255,7 +255,7 @@ def test_a_block_has_levels():
     assert [before - after for before, after in itertools.pairwise(saved)] == [4 * 32 * 172, 4 * 32 * 172, 4 * 32 * 32]
 
 
-def test_verify_knows_what_should_be_saved(tmp_path, monkeypatch):
+def test_verify_has_a_limit_for_the_bytes_that_should_be_saved(tmp_path, monkeypatch):
     tiny_model("llama", torch.bfloat16, use_cache=False).save_pretrained(tmp_path / "stock")
     memopt.patch_checkpoint(tmp_path / "stock", tmp_path / "out", recipe=recipe("mlp", "v_proj"))
 

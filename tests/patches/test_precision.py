@@ -163,7 +163,7 @@ def test_a_weight_that_is_cast_again_can_be_differentiated_twice() -> None:
 
 
 @pytest.mark.parametrize("in_fp32", [True, False])
-def test_adapters_in_another_dtype_than_the_model_are_told(in_fp32: bool) -> None:
+def test_adapters_in_another_dtype_than_the_model_are_noted(in_fp32: bool) -> None:
     config = LoraConfig(r=4, target_modules="all-linear")
     model = get_peft_model(tiny_model("llama").bfloat16(), config, autocast_adapter_dtype=in_fp32)
     said = str(memopt.summary(memopt.patch(model)))

@@ -68,7 +68,7 @@ def test_a_sum_in_fp32_that_is_rounded_as_the_plain_one_is_the_same():
     assert found(changed(lambda m, h, r: m.norm((m.drop(m.dense(h)).float() + r.float()).to(h.dtype)))) == (SITE,)
 
 
-def test_a_residual_that_comes_first_is_told_from_one_that_comes_second():
+def test_a_residual_that_comes_first_is_distinguished_from_one_that_comes_second():
     class Swapped(PostNorm):
         def forward(self, residual, hidden):
             return super().forward(hidden, residual)

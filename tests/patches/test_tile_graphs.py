@@ -84,7 +84,7 @@ def test_hooks_of_parameters_that_no_token_reaches_are_not_called() -> None:
     assert not any(name.startswith("experts.2") for name in called[0])
 
 
-def test_a_module_is_told_that_gradients_are_on_as_in_stock() -> None:
+def test_a_module_reads_that_gradients_are_on_as_in_stock() -> None:
     ours, stock = both(AsksForGradients())
     torch.testing.assert_close(
         checkpoint(ours, X.clone().requires_grad_(), use_reentrant=False),

@@ -332,7 +332,7 @@ def test_a_compiled_model_takes_the_index_and_is_one_graph() -> None:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_share_what_they_know_with_nobody_else(how: str) -> None:
+def test_a_copy_shares_no_notes_of_samples_with_the_model(how: str) -> None:
     _, patched = model()
     for _ in range(3):
         gradient(patched, **given())
@@ -427,7 +427,7 @@ def test_a_model_whose_forward_was_replaced_notes_what_the_model_without_its_hea
     assert memory.calls == 4
 
 
-def test_a_model_whose_forwards_were_replaced_samples_without_what_it_could_know() -> None:
+def test_a_model_whose_forwards_were_replaced_samples_without_masks() -> None:
     bert: Any = tiny_model("bert")
     plan = memopt.plan_for(bert, "sampled")
     bert.forward, bert.bert.forward = bert.forward, bert.bert.forward

@@ -47,11 +47,11 @@ def test_it_is_the_last_that_fits_or_near_it_whatever_a_sketch_misses() -> None:
         def need(rows: int, base: int = base, slope: int = slope, bend: int = bend, extra: int = extra) -> int:
             return (base + slope * rows + extra * max(0, rows - bend)) * GIB
 
-        def told(rows: int, asked: dict[int, int] = asked, need: Callable[[int], int] = need) -> int:
+        def noted(rows: int, asked: dict[int, int] = asked, need: Callable[[int], int] = need) -> int:
             asked[rows] = need(rows)
             return asked[rows]
 
-        found = largest(told, 1000 * GIB, start=start, most=most, sketched=sketches(need, slope * GIB))
+        found = largest(noted, 1000 * GIB, start=start, most=most, sketched=sketches(need, slope * GIB))
         right = max((rows for rows in range(1, most + 1) if need(rows) <= 1000 * GIB), default=0)
         assert all((rows <= found.value) == (size <= 1000 * GIB) for rows, size in asked.items())
         if not extra or found.value == right:
@@ -128,7 +128,7 @@ def test_a_sketch_of_a_step_tells_what_more_rows_and_longer_ones_need(recipe: st
     ],
 )
 @pytest.mark.rotates(2)
-def test_an_answer_that_is_told_is_that_of_predictions(
+def test_a_printed_answer_is_that_of_predictions(
     name: str, recipe: str | None, training: Training, by_length: bool
 ) -> None:
     config = named_config(name)

@@ -55,7 +55,7 @@ def test_adamw_keeps_two_states_an_element_and_foreach_a_copy_of_the_weights_in_
 
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "sgd", "adafactor"])
-def test_what_an_optimizer_allocates_is_told_on_meta_as_on_real_tensors(optimizer: Any, foreach: bool) -> None:
+def test_an_optimizers_allocations_on_meta_are_those_on_real_tensors(optimizer: Any, foreach: bool) -> None:
     setup = Setup(optimizer)
     forms = (((8, 4), torch.float32), ((3,), torch.bfloat16), ((4, 8), torch.float32), ((3,), torch.bfloat16))
     parameters = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in forms]

@@ -85,7 +85,7 @@ def test_where_no_other_exact_way_fits_the_recipe_for_long_context_is_named_with
 
 
 @pytest.mark.rotates(4)
-def test_full_tuning_that_its_gradients_alone_keep_from_fitting_is_told_to_release_them() -> None:
+def test_full_tuning_that_does_not_fit_for_its_gradients_alone_is_advised_to_release_them() -> None:
     config = named_config("llama", hidden_size=1024, intermediate_size=4096, vocab_size=8192)
     about = Step(config, Training(1, 64), sites_of(config), load_recipe("exact-unfolded"))
     need = predict(about, Setup(release_gradients=True)).needs // MIB + 2

@@ -75,7 +75,7 @@ def test_every_byte_of_the_peak_is_named_once() -> None:
     assert STOCK.by_what()["optimizer"] == 2 * GIB
 
 
-def test_a_small_peak_is_told_in_mib() -> None:
+def test_a_small_peak_is_printed_in_mib() -> None:
     sizes = {"weights": 44 << 20, "saved tensors": 5 << 19}
     small = replace(MEMOPT, total=560 << 20, parts=sizes)
     stock = replace(small, total=624 << 20, parts={**sizes, "loss": GIB >> 4})
@@ -172,7 +172,7 @@ def test_a_measurement_that_needs_bitsandbytes_says_so_before_anything_is_traced
         measure.compare(about)
 
 
-def test_a_card_that_holds_no_context_is_told_so_in_mib() -> None:
+def test_a_card_smaller_than_a_context_is_refused_in_mib() -> None:
     config = named_config("vit")
     about = Step(config, Training(1, None, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
     remedy = headline(Request("a model"), gpu="40MiB", step=about).remedies[0]

@@ -143,7 +143,7 @@ def test_a_storage_is_compressed_once_for_all_its_views_and_readers() -> None:
     assert relative(gradient(lambda: compressed(program), w)[0], expected) < 0.02
 
 
-def test_an_operation_that_asks_twice_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_that_reads_twice_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     w, decodings = leaf(), []
 
     def counted(quantized: Any) -> Tensor:

@@ -103,7 +103,9 @@ def test_without_the_count_of_references_nothing_is_copied(monkeypatch: pytest.M
     assert live_bytes(lambda: scoped(x)) == live_bytes(lambda: stock(x))
 
 
-def test_where_functions_cannot_be_told_from_operations_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_functions_cannot_be_distinguished_from_operations_nothing_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stock, scoped, x = _pair()
     monkeypatch.setattr(kept, "APPLY", None)
     monkeypatch.setattr(kept, "may_apply", lambda frame: True)

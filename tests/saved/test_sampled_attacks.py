@@ -224,7 +224,7 @@ class Masked(Model):
         return super().forward(x)
 
 
-def test_a_loss_that_is_kept_keeps_nothing_of_what_the_linears_know() -> None:
+def test_a_loss_that_is_kept_holds_no_call_of_a_sampled_linear() -> None:
     model = memopt.patch(Masked(ReLUBlock), "sampled", inputs={"x": inputs()})
     remember_gradients(model, BATCH, TOKENS)
     mask = torch.ones(BATCH, TOKENS, dtype=torch.long)

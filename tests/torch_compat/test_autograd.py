@@ -87,7 +87,7 @@ def test_the_node_whose_backward_runs_is_known() -> None:
     assert torch_compat.current_node() is None
 
 
-def test_the_frame_of_a_module_call_is_told_from_others() -> None:
+def test_the_frame_of_a_module_call_is_distinguished_from_others() -> None:
     frames, running = [], []
 
     class Module(nn.Module):
@@ -121,7 +121,7 @@ def test_functions_of_autograd_are_numbered_and_show_their_tensors_too() -> None
     assert torch_compat.unpack_hooks(y.grad_fn) == [_unpack]
 
 
-def test_autograd_does_not_ask_a_function_whether_it_has_a_vjp() -> None:
+def test_autograd_does_not_read_whether_a_function_has_a_vjp() -> None:
     class Asked(_Square):
         vjp = _Square.backward
 
@@ -161,7 +161,7 @@ def test_a_function_for_the_end_of_backward_runs_when_all_gradients_are_there() 
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpointed_region_knows_itself_in_both_runs_or_in_backward(use_reentrant: bool) -> None:
+def test_a_checkpointed_region_is_recognised_in_both_runs_or_in_backward(use_reentrant: bool) -> None:
     seen: list[tuple[bool, bool]] = []
     hooks: list[object] = []
     calls: list[int] = []
@@ -214,7 +214,7 @@ def test_whether_fsdp_leaves_parameters_gathered() -> None:
     assert not torch_compat.fsdp_takes_back(torch.nn.Linear(2, 2))
 
 
-def test_selective_checkpointing_is_told_from_plain_checkpointing() -> None:
+def test_selective_checkpointing_is_distinguished_from_plain_checkpointing() -> None:
     seen: list[bool] = []
 
     def run(x: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def test_a_mode_sees_that_autograd_reads_the_device_of_a_fake_tensor() -> None:
     assert torch_compat.device_read in mode.seen
 
 
-def test_a_wrapper_of_tensors_is_told_from_a_tensor() -> None:
+def test_a_wrapper_of_tensors_is_distinguished_from_a_tensor() -> None:
     wrapper = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert torch_compat.is_traceable_wrapper_subclass(wrapper)
     assert not torch_compat.is_traceable_wrapper_subclass(torch.ones(2))
@@ -189,7 +189,7 @@ def test_a_fake_tensor_may_have_known_values_and_no_other_has() -> None:
     values = torch.arange(3)
     with torch_compat.FakeTensorMode():
         fake, unknown = torch.empty(3, dtype=torch.long), torch.empty(3)
-    torch_compat.know_values(fake, values)
+    torch_compat.set_known_values(fake, values)
     assert torch_compat.known_values(fake) is values
     assert torch_compat.known_values(unknown) is None
     assert torch_compat.known_values(values) is None

@@ -60,7 +60,7 @@ def test_parametrizations_are_cached_where_somebody_said_so() -> None:
         assert torch_compat.parametrizations_are_cached()
 
 
-def test_dropouts_are_told_by_their_base_class() -> None:
+def test_dropouts_are_recognised_by_their_base_class() -> None:
     assert torch_compat.is_dropout(nn.Dropout())
     assert torch_compat.is_dropout(nn.Dropout2d())
     assert not torch_compat.is_dropout(nn.Linear(2, 2))

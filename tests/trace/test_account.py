@@ -149,7 +149,7 @@ def test_rotary_embeddings_are_shared_by_the_blocks() -> None:
     assert len(set(counted.per_block().values())) == 1
 
 
-def test_causes_are_words_a_user_knows() -> None:
+def test_causes_are_words_of_the_field() -> None:
     model, inputs = tiny_model("llama"), tiny_inputs("llama")
     sites = sites_of(named_config("llama"))
     counted = account(model, lambda: model(**inputs), blocks=sites.blocks, sites=sites)

@@ -131,7 +131,7 @@ def test_parts_for_images_that_do_not_run_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("config", "is_read"), [(towers(), False), (patches(), True)], ids=["towers", "patches"])
-def test_inputs_whose_values_are_read_are_told_from_others(config: PreTrainedConfig, is_read: bool) -> None:
+def test_inputs_whose_values_are_read_are_distinguished_from_others(config: PreTrainedConfig, is_read: bool) -> None:
     sites = find_sites(build_meta(config))
     assert example_of(config, sites, Training(batch=3, seq=24)).is_read == is_read
 
@@ -155,17 +155,17 @@ def test_two_towers_say_how_many_positions_they_have() -> None:
         trace_account(Step(config, Training(2, most + 1), sites))
 
 
-def test_a_model_that_asks_for_the_autocast_of_meta_has_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_reads_the_autocast_of_meta_has_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or leaves it, as rotary embeddings of many models do; torch raises for meta."""
 
     rotary = LlamaRotaryEmbedding.forward
 
-    def asks(self: LlamaRotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    def reads(self: LlamaRotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         assert not torch.is_autocast_enabled(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
             return rotary(self, x, position_ids)
 
-    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", asks)
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", reads)
     config = tiny_config("llama")
     sites = find_sites(build_meta(config))
     assert sites.ran

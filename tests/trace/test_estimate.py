@@ -239,7 +239,7 @@ def test_the_dropout_of_an_adapter_keeps_a_mask_and_its_output() -> None:
     assert dropped.total - without.total == (1 + 2) * 2 * 24 * named_config("llama").hidden_size
 
 
-def test_adapters_are_those_that_peft_makes_unless_told_otherwise() -> None:
+def test_adapters_are_those_that_peft_makes_unless_the_step_names_others() -> None:
     asked = {dtype: Request("m", train="lora", lora_dtype=dtype).training.adapter_fp32 for dtype in ("fp32", "base")}
     assert asked == {"fp32": True, "base": False}
     assert not Request("m").training.adapter_fp32

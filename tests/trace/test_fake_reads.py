@@ -12,7 +12,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memopt.reporting.build import compare_training
-from memopt.torch_compat import know_values, known_values
+from memopt.torch_compat import known_values, set_known_values
 from memopt.trace.fake import FakeReads, FiniteValues
 from memopt.trace.trace import trace_account
 from memopt.trace.training import Request, Step, Training
@@ -89,7 +89,7 @@ def test_labels_that_are_known_say_how_many_count(as_tuple: bool) -> None:
     values = torch.tensor([0, -100, 2, -100])
     with FakeTensorMode(allow_non_fake_inputs=True), FiniteValues():
         labels = torch.zeros(4, dtype=torch.int64)
-        know_values(labels, values)
+        set_known_values(labels, values)
         positions = (labels >= 0).nonzero(as_tuple=as_tuple)
         (rows,) = positions if as_tuple else (positions.view(-1),)
         assert isinstance(rows, FakeTensor)

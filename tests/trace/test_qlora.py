@@ -60,7 +60,7 @@ def test_adapters_are_in_fp32_and_a_linear_saves_nothing_of_its_own() -> None:
     assert trace_account(Step(config, Training(train="qlora", batch=2, seq=24), sites)).per_block() == qlora.per_block()
 
 
-def test_a_checkpoint_in_4_bits_is_told_by_its_config(tmp_path: Path) -> None:
+def test_a_checkpoint_in_4_bits_is_recognised_by_its_config(tmp_path: Path) -> None:
     folder = quantised_folder(
         tmp_path, **NF4, bnb_4bit_use_double_quant=True, llm_int8_skip_modules=["down_proj", "lm_head"]
     )
@@ -98,7 +98,7 @@ def test_another_quantisation_is_said_not_to_be_counted(
         ("qlora", "none", "exact-levels", False),
     ],
 )
-def test_peft_asks_a_gradient_of_the_embeddings_under_the_models_own_checkpointing(
+def test_peft_turns_on_gradients_of_the_embeddings_under_the_models_own_checkpointing(
     train: Train, checkpointing: Literal["none", "full"], recipe: str, asked: bool
 ) -> None:
     config = named_config("bert")

@@ -98,7 +98,7 @@ def test_gradients_of_parameters_are_left_out(tied: bool) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("patched", [False, True])
-def test_what_backward_recomputes_is_told_and_in_which_module(patched: bool, checkpointed: bool) -> None:
+def test_storages_recomputed_in_backward_are_marked_with_their_module(patched: bool, checkpointed: bool) -> None:
     model = tiny_model("llama").train()
     if patched:
         memopt.patch(model)

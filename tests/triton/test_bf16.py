@@ -143,7 +143,7 @@ def test_every_bf16_number_survives_the_way_to_fp32_and_back() -> None:
     assert same(narrow, x)
 
 
-def test_rounding_towards_zero_is_still_there_for_who_asks() -> None:
+def test_rounding_towards_zero_can_still_be_chosen() -> None:
     x = torch.full((16,), 1.0 + 2**-8 + 2**-9)
     y = torch.empty(16, dtype=torch.bfloat16)
     truncating_kernel[(1,)](x, y, N=16)

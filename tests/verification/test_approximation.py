@@ -132,7 +132,7 @@ def test_a_forward_that_is_not_exact_fails(tmp_path: Path, monkeypatch: pytest.M
     assert checks(folder)["gradient.loss"].status == "fail"
 
 
-def test_the_price_is_told(tmp_path: Path) -> None:
+def test_the_price_is_reported(tmp_path: Path) -> None:
     said = " ".join(patched(tmp_path, "bert", "int8").notes)
     assert "is approximate" in said
     assert "10%" in said

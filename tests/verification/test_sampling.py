@@ -92,7 +92,7 @@ def test_a_gradient_that_one_linear_scales_by_a_percent_fails_by_its_name(
     assert (check.status, check.subject) == ("fail", name)
 
 
-def test_a_model_in_which_nothing_is_sampled_is_told_so(tmp_path: Path) -> None:
+def test_a_model_in_which_nothing_is_sampled_is_reported(tmp_path: Path) -> None:
     result = patched(tmp_path, "llama", "sampled")
     assert "samples no linear of this model" in " ".join(result.notes)
     assert checks(result.out)["sampling.linears"].status == "pass"

@@ -104,7 +104,7 @@ def test_a_constant_factor_is_the_consumers_scale() -> None:
     assert consumer.scale == 0.5
 
 
-def test_linears_that_read_the_norms_own_storage_are_told() -> None:
+def test_linears_that_read_the_norms_own_storage_are_recorded() -> None:
     model, x = toys.build(toys.UsedByTwoLinears)
     sites = find_sites(model, {"x": x})
     assert all(consumer.same_storage for consumer in norm_site(sites).consumers)
@@ -136,6 +136,6 @@ class ChangesInput(nn.Module):
         return x + self.linear(self.second(x).tanh())
 
 
-def test_a_norm_is_told_whose_input_is_changed_in_place_after_it() -> None:
+def test_a_norm_whose_input_is_changed_in_place_after_it_is_recorded() -> None:
     sites = find_sites(ChangesInput(), {"x": torch.randn(2, 3, 8)})
     assert {norm.name: norm.input_changes for norm in sites.norms} == {"first": True, "second": False}

@@ -106,14 +106,14 @@ def largest(
             too_much = number
         if too_much == fits + 1:
             return Largest(fits, is_all=fits == most)
-        told = _told(range(fits + 1, too_much), limit, sketched(number), number, needed)
-        if looks > 1 and max(number - told, told + 1 - number) < _NEAR * number:
-            return Largest(told, is_all=told == most)
-        number = max(told, fits + 1) if looks < _LOOKS else (fits + too_much) // 2
+        estimate = _estimated(range(fits + 1, too_much), limit, sketched(number), number, needed)
+        if looks > 1 and max(number - estimate, estimate + 1 - number) < _NEAR * number:
+            return Largest(estimate, is_all=estimate == most)
+        number = max(estimate, fits + 1) if looks < _LOOKS else (fits + too_much) // 2
     raise AssertionError
 
 
-def _told(numbers: range, limit: int, sketch: Scaled, known: int, needed: int) -> int:
+def _estimated(numbers: range, limit: int, sketch: Scaled, known: int, needed: int) -> int:
     """The last of `numbers` that fits by the sketch of `known`, which takes `needed` bytes; if none fits, the number
     before the first."""
     numbers = numbers[: bisect_left(numbers, True, key=lambda each: sketch.live(each / known) > limit)]

@@ -70,7 +70,7 @@ class PinnedStorages:
         self.has_copied = False
         """Whether any view was copied."""
 
-    def wants(self, tensor: Tensor) -> bool:
+    def applies_to(self, tensor: Tensor) -> bool:
         """Whether `saved` has work to do for `tensor`, which is no leaf and saved by an operation of PyTorch."""
         if self._watched:
             return True

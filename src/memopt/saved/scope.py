@@ -163,7 +163,7 @@ class _Pack:
             if tensor.is_leaf:
                 # A view that was made without gradients may own a graph through its base.
                 return (tensor if base is None else alias_of(tensor)), tensor._version
-            if self._pinned is None or type(tensor) not in PLAIN_TYPES or not self._pinned.wants(tensor):
+            if self._pinned is None or type(tensor) not in PLAIN_TYPES or not self._pinned.applies_to(tensor):
                 return tensor.detach(), tensor._version
         return self._kept(tensor, by_function=may_be_a_function(frame or sys._getframe().f_back))
 

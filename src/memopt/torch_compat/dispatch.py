@@ -131,13 +131,13 @@ def view_below_autograd(tensor: Tensor) -> Tensor:
 _VALUES = "memopt_values"
 
 
-def know_values(fake: Tensor, values: Tensor) -> None:
+def set_known_values(fake: Tensor, values: Tensor) -> None:
     """Let :func:`known_values` of a fake tensor be `values`, a tensor with memory."""
     setattr(fake, _VALUES, values)
 
 
 def known_values(tensor: Tensor | None) -> Tensor | None:
-    """The values of a fake tensor that :func:`know_values` has set (labels in a trace); None for other tensors."""
+    """The values of a fake tensor that :func:`set_known_values` has set (labels in a trace); None for other tensors."""
     return vars(tensor).get(_VALUES) if isinstance(tensor, FakeTensor) else None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, run_backward, tree_map
+from memopt.torch_compat import FakeTensor, FakeTensorMode, no_dispatch, run_backward, set_known_values, tree_map
 from memopt.trace.calls import counted_calls
 from memopt.trace.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
 from memopt.trace.fake import FakeReads, Fakes, FiniteValues, make_fake
@@ -248,7 +248,7 @@ def _counted(name: str, target: Any) -> Any:
 def _with_values(tensor: Tensor, value: int) -> Tensor:
     if isinstance(tensor, FakeTensor):
         with no_dispatch():
-            know_values(tensor, torch.full(tensor.shape, value, dtype=tensor.dtype))
+            set_known_values(tensor, torch.full(tensor.shape, value, dtype=tensor.dtype))
     return tensor
 
 

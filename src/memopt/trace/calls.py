@@ -183,7 +183,7 @@ class _Again:
             outputs = followed.outputs.on(bases)
         arguments = dict(zip(followed.lives[0], forms_of(tensors)[1], strict=True))
         made = dict(zip(followed.lives[1], (base.untyped_storage() for base in bases), strict=True))
-        self._know(arguments)
+        self._add_lives(arguments)
         self._count(followed.forward, followed.computed[0], made)
         if self._call.graph:
             kept = {life for allocated, life in followed.backward if not allocated}
@@ -197,7 +197,7 @@ class _Again:
             _end(self._timeline, self._open)
             return [None] * len(self._call.arguments.each)
         given = dict(zip(followed.lives[2], (each for each in gradients if each is not None), strict=True))
-        self._know({life: each.untyped_storage() for life, each in given.items()})
+        self._add_lives({life: each.untyped_storage() for life, each in given.items()})
         with self._timeline.silent():
             bases = [
                 given.get(life, base)  # a gradient that is passed on
@@ -228,7 +228,7 @@ class _Again:
         self._kept = {names[life]: value for life, value in self._kept.items()}
         return found
 
-    def _know(self, storages: Mapping[Lifetime, torch.UntypedStorage]) -> None:
+    def _add_lives(self, storages: Mapping[Lifetime, torch.UntypedStorage]) -> None:
         found = {life: self._timeline.life(storage) for life, storage in storages.items()}
         self._lives.update({life: mine for life, mine in found.items() if mine is not None})
 

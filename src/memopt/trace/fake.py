@@ -17,9 +17,9 @@ from memopt.torch_compat import (
     FakeTensorMode,
     TracingMode,
     is_operator,
-    know_values,
     known_values,
     no_dispatch,
+    set_known_values,
     storage_id,
     tree_leaves,
     tree_map,
@@ -253,7 +253,7 @@ class FiniteValues(TorchFunctionMode):
                 truth = bool(found) if found.dtype == torch.bool and not found.dim() else None
             if truth is not None:
                 return torch.tensor(truth)  # a fake tensor that has a value
-            know_values(output, found)
+            set_known_values(output, found)
         value = _OF_FINITE.get(name)
         if name in _OF_TESTS and (tested := self._known.get(args[0])) is not None:
             value = tested != _OF_TESTS[name]
@@ -270,7 +270,7 @@ def _positions(nonzero: Any, values: Tensor, kwargs: Any) -> Any:
 
     def fake(found: Tensor) -> Tensor:
         output = torch.empty(found.shape, dtype=found.dtype)
-        know_values(output, found)
+        set_known_values(output, found)
         return output
 
     with no_dispatch():

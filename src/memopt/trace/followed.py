@@ -131,7 +131,7 @@ class Ends:
             self.mark()
             outputs = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
             returned = without_tensors(returned)
-            self.outputs = self.know(outputs)
+            self.outputs = self.note(outputs)
             del tensors
             if keeps := self.call.graph and self.call.hooks != "dropping":
                 last = _Taken.apply(self, *outputs)  # type: ignore[no-untyped-call]
@@ -174,7 +174,8 @@ class Ends:
     def mark(self) -> None:
         self.marks.append(self.timeline.mark())
 
-    def know(self, tensors: Iterable[Tensor]) -> Forms:
+    def note(self, tensors: Iterable[Tensor]) -> Forms:
+        """Note the lifetimes of `tensors`; returns their forms."""
         forms, storages = forms_of(tensors)
         self.lives.append([life for each in storages if (life := self.timeline.life(each)) is not None])
         return forms
@@ -183,7 +184,7 @@ class Ends:
         bases = self.call.arguments.bases()
         self.timeline.take_for_parameters(base for base, yes in zip(bases, self.call.parameters, strict=True) if yes)
         made = self.call.arguments.on(bases)
-        self.know(made)
+        self.note(made)
         return made
 
     def give(self) -> list[Tensor | None]:
@@ -192,14 +193,14 @@ class Ends:
             torch.empty_strided(form.size, form.stride, dtype=form.dtype) if yes else None
             for form, yes in zip(self.outputs.each, wanted, strict=True)
         ]
-        self.know(each for each in made if each is not None)
+        self.note(each for each in made if each is not None)
         self.mark()
         return made
 
     def end(self, gradients: Sequence[Tensor | None]) -> None:
         self.mark()
         self.has_gradient = [each is not None for each in gradients]
-        self.gradients = self.know(each for each in gradients if each is not None)
+        self.gradients = self.note(each for each in gradients if each is not None)
 
 
 def _since(operations: Iterable[Operation], moment: int) -> list[Operation]:

@@ -109,8 +109,8 @@ def _form(traced: Trace) -> list[Hashable]:
     totals = (sum(each.flops for each in traced.operations), sum(each.nbytes for each in traced.operations))
     events = _in_order([event for event in traced.events if event.storage.nbytes])
     numbers = {event.storage: number for number, event in enumerate(event for event in events if event.allocated)}
-    told = attrgetter("nbytes", "part", "module", "operation", "dtype", "shape")
-    return [totals, *((each.allocated, numbers[each.storage], each.moment, *told(each.storage)) for each in events)]
+    form_of = attrgetter("nbytes", "part", "module", "operation", "dtype", "shape")
+    return [totals, *((each.allocated, numbers[each.storage], each.moment, *form_of(each.storage)) for each in events)]
 
 
 def _in_order(events: Sequence[Event]) -> list[Event]:

@@ -150,7 +150,7 @@ WANTED_ITSELF = {
 
 
 @pytest.mark.parametrize("wish", WANTED_ITSELF)
-def test_where_somebody_wants_the_tensor_itself_its_producer_stays_in_the_graph(wish):
+def test_a_producer_whose_output_is_read_stays_in_the_graph(wish):
     z, weight = draw(5, 6), draw(4, 6, seed=1)
     results = []
     for made in (offered(z, []), torch.sin(z)):

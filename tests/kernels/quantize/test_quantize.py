@@ -173,7 +173,7 @@ def test_fp64_keeps_a_range_beyond_fp32() -> None:
 
 
 @every_dtype
-def test_the_smallest_numbers_of_each_dtype_are_told_apart(dtype: torch.dtype) -> None:
+def test_the_smallest_numbers_of_each_dtype_are_distinguished(dtype: torch.dtype) -> None:
     x = torch.arange(100, dtype=torch.float64).mul(torch.finfo(dtype).tiny).to(dtype)
     assert worst_error(x, quantize(x, seed=3)) <= 1 + 1e-3
 

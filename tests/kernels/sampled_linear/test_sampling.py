@@ -109,9 +109,7 @@ FAULTS: list[tuple[str, Sampler, Method, str]] = [
 
 @pytest.mark.parametrize(("fault", "sampler", "method", "name"), FAULTS, ids=lambda value: str(value)[:16])
 @pytest.mark.rotates(3)
-def test_a_faulty_sampler_is_told_by_the_same_assertion(
-    fault: str, sampler: Sampler, method: Method, name: str
-) -> None:
+def test_a_faulty_sampler_fails_the_same_assertion(fault: str, sampler: Sampler, method: Method, name: str) -> None:
     # One row in seven is drawn twice where all are alike: little enough to need more draws.
     assert not is_unbiased(CASES[name], method, sampler, draws=4000 if fault == "duplicates once" else 1000)
 

@@ -178,7 +178,7 @@ def test_what_takes_most_of_a_budget_that_is_too_small_is_named(llama: Task) -> 
 
 
 @pytest.mark.rotates(4)
-def test_who_allows_approximate_recipes_is_not_told_to_allow_them() -> None:
+def test_no_plan_advises_to_allow_approximate_recipes_that_are_allowed() -> None:
     task = task_of("llama", batch=64, seq=128)
     task = replace(task, levels=replace(task.levels, beyond=()), splits=False)
     [recipe] = (each for each in recipes_with("approximate") if each.name == "int8")

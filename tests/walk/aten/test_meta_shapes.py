@@ -65,7 +65,7 @@ def test_the_same_form_is_worked_out_once() -> None:
         (aten.cat.default, ([meta(2, 3), meta(2, 3)],), ([meta(2, 3), meta(2, 3)], 1)),
     ],
 )
-def test_forms_that_differ_are_told_apart(function: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+def test_forms_that_differ_are_distinguished(function: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
     shapes = MetaShapes()
     for args in (one, other):
         shapes.call(function, args, {})

@@ -54,7 +54,7 @@ def test_two_parameters_on_one_storage_are_marked(linear: nn.Linear) -> None:
     assert ParameterTable(linear).overlapping == {id(linear.weight), id(linear.part)}
 
 
-def test_a_tied_parameter_has_the_name_of_the_module_that_asks() -> None:
+def test_a_tied_parameter_has_its_name_in_the_module_that_reads_it() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     table = ParameterTable(model)

@@ -127,7 +127,7 @@ def test_inputs_of_the_user_are_the_only_call() -> None:
     assert [call.label for call in calls] == ["inputs"]
 
 
-def test_a_part_that_does_not_run_is_told_with_one_error() -> None:
+def test_a_part_that_does_not_run_is_reported_with_one_error() -> None:
     calls = every_call(build(Unreachable))
     (error,) = [text for label, text in calls.errors if label.startswith("tower")]
     assert "key" in error

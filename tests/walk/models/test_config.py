@@ -129,7 +129,7 @@ class TestLoadConfig:
         with pytest.raises(ModelError, match=r"does not fit model type 'llama'.*hidden_size"):
             load_config(_folder(tmp_path, {"model_type": "llama", "hidden_size": "wide"}))
 
-    def test_asks_for_the_flag_before_it_runs_remote_code(self, remote_folder: Path) -> None:
+    def test_names_the_flag_before_it_runs_remote_code(self, remote_folder: Path) -> None:
         with pytest.raises(ModelError, match="--trust-remote-code"):
             load_config(remote_folder)
 

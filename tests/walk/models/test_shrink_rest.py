@@ -83,7 +83,7 @@ def test_a_network_scaled_by_coefficients_takes_its_basic_size() -> None:
     assert small.in_channels == transformers.EfficientNetConfig().in_channels
 
 
-def test_tables_that_no_ordinary_recipe_knows_do_not_keep_a_model_large() -> None:
+def test_tables_of_no_ordinary_form_do_not_keep_a_model_large() -> None:
     small = shrink(transformers.BltConfig())
     assert sum(p.numel() for p in instantiate(small, device="meta").parameters()) < MAX_PARAMETERS
 

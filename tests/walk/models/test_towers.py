@@ -66,7 +66,7 @@ AutoModel.register(NamedConfig, NamedModel, exist_ok=True)
         ("staged", None, {"depths": [1, 1, 1, 1]}, WIDTH),
     ],
 )
-def test_a_tower_that_its_library_knows_by_name_gets_fewer_layers(
+def test_a_tower_named_in_a_library_gets_fewer_layers(
     architecture: str, given: Any, arguments: dict[str, Any], width: int
 ) -> None:
     config = NamedConfig(architecture, given)

@@ -50,7 +50,7 @@ def test_the_plain_formula_is_recognised():
 
 
 @pytest.mark.parametrize(("gate_first", "form"), [(True, "gate_up"), (False, "up_gate")])
-def test_the_order_of_the_halves_of_a_fused_linear_is_told(gate_first, form):
+def test_the_order_of_the_halves_of_a_fused_linear_is_found(gate_first, form):
     assert with_form(Fused(gate_first), FUSED).form == form
 
 

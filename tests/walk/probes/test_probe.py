@@ -84,7 +84,7 @@ def probed(module: nn.Module) -> NormProbe:
 
 @pytest.mark.parametrize("eps", [1e-3, 1e-5, 1e-6, 1e-12, 0.0])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_layer_norm_is_told_with_its_eps(eps: float, device: str) -> None:
+def test_layer_norm_is_recognised_with_its_eps(eps: float, device: str) -> None:
     assert probed(nn.LayerNorm(WIDTH, eps=eps, device=device)) == NormProbe(
         "", "layer", WIDTH, eps, "weight", "bias", 0, "after"
     )
@@ -114,7 +114,7 @@ def test_cast_order_and_offset_are_measured(before: bool, offset: int) -> None:
     assert probe.cast == ("before" if before else "after")
 
 
-def test_scale_and_shift_are_told_apart_by_what_they_do() -> None:
+def test_scale_and_shift_are_distinguished_by_their_values() -> None:
     probe = probed(ShiftFirst())
     assert (probe.weight, probe.bias, probe.eps) == ("second", "first", 2e-4)
 
@@ -174,7 +174,7 @@ def test_the_cache_does_not_confuse_different_eps() -> None:
         ("gelu_10", "other", 2),
     ],
 )
-def test_activations_are_told_by_value(name: str, kind: str, operations: int) -> None:
+def test_activations_are_recognised_by_value(name: str, kind: str, operations: int) -> None:
     probe = probe_activation(ACT2FN[name])
     assert probe is not None
     assert (probe.kind, probe.operations) == (kind, operations)
