@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import memopt
 from memopt.patches.norm.module import patch_norm
+from memopt.patches.swap import is_swapped
 from memopt.trace.account import live_bytes
 from memopt.walk.probes.probe import NormProbe, probe_norm
 from memopt.walk.sites import NormSite
@@ -79,7 +80,9 @@ def test_a_norm_whose_eps_follows_its_input_into_16_bit_has_no_formula():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_norm_that_computes_in_fp32_is_patched_in_every_dtype(dtype):
-    patch_norm(LlamaRMSNorm(WIDTH, eps=1e-5).to(dtype), site(1e-5), folded=False)
+    norm = LlamaRMSNorm(WIDTH, eps=1e-5).to(dtype)
+    patch_norm(norm, site(1e-5), folded=False)
+    assert is_swapped(norm)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
