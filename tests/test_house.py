@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import memopt
+from memopt.patches import capabilities
+from memopt.patches.base import Patch
+from memopt.patches.registry import patches
 from tools.house_rules import folder_rule, words
 
 SOURCE = Path(memopt.__file__).parent
@@ -14,6 +17,13 @@ SOURCE = Path(memopt.__file__).parent
 
 def test_only_a_methods_own_folders_name_it() -> None:
     assert list(folder_rule(SOURCE)) == []
+
+
+def test_a_patch_has_at_most_twelve_members_and_four_capabilities() -> None:
+    members = [name for name in {**Patch.__annotations__, **vars(Patch)} if not name.startswith("_")]
+    assert len(members) <= 12
+    mixed_in = {base for patch in patches() for base in type(patch).__mro__ if base.__module__ == capabilities.__name__}
+    assert len(mixed_in) <= 4
 
 
 @pytest.mark.parametrize(

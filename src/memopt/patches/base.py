@@ -1,6 +1,6 @@
 """The interface of a patch: one way to save fewer bytes for backward, in its own folder, with one registered object.
 
-A patch does three things. It *decides*: `rules`, `propose`, `decide`, `notes`, `patterns`. It *applies* the decisions
+A patch does three things. It *decides*: `rules`, `propose`, `decide`, `notes`. It *applies* the decisions
 to a live model: `apply`, `finish`; the state of each rewritten module undoes the rewrite (`memopt.patches.swap`). And
 it describes its effect inside the *scopes* of a model: `scope`. Methods that only some patches have are in
 `memopt.patches.capabilities`.
@@ -107,6 +107,10 @@ class Rules(Strict):
         """The implementation of attention that the rules set; None: the model's own."""
         return None
 
+    def patterns(self, sites: Sites) -> Iterator[Patterns]:
+        """The settings that choose modules by their names, with the names of a model that has these `sites`."""
+        return iter(())
+
     def in_memory(self) -> Mapping[str, str]:
         """Field -> value to use for a model in memory, because its weights are not changed."""
         return {}
@@ -188,6 +192,8 @@ class Rows:
     noun: str = ""
     plural: str = ""
     """`noun` and `plural` are empty if these rows revise rows of another patch."""
+    sites: str = ""
+    """The field of `Sites` with these places; empty if :meth:`Patch.propose` finds them in another way."""
     fold: str | None = None
     """The action that changes a checkpoint's weights."""
     unfolded: str = LEFT
@@ -253,14 +259,12 @@ class Patch:
     """None if the patch has no rows in the coverage table."""
     rules: ClassVar[type[Rules] | None] = None
     """None if the patch has no rules of its own; it may follow the rules of other patches."""
-    sites: ClassVar[str] = ""
-    """The field of `Sites` with the places that :meth:`propose` returns; empty if there is none."""
 
     # --- decide: no torch --------------------------------------------------------------------------------------------
 
     def propose(self, sites: Sites) -> Iterable[tuple[str, Any]]:
         """(name, site) of each place that the patch may rewrite; each becomes a row."""
-        found = getattr(sites, self.sites) if self.sites else ()
+        found = getattr(sites, self.rows.sites) if self.rows is not None and self.rows.sites else ()
         return ((site if isinstance(site, str) else site.name, site) for site in found)
 
     def decide(self, site: Any, plan: PlanView) -> tuple[str, str] | None:
@@ -275,10 +279,6 @@ class Patch:
 
     def notes(self, plan: PlanView) -> Iterator[str]:
         """Sentences for the user of the plan, such as a cost."""
-        return iter(())
-
-    def patterns(self, plan: PlanView) -> Iterator[Patterns]:
-        """The settings of the rules that choose modules by their names."""
         return iter(())
 
     # --- scope -------------------------------------------------------------------------------------------------------

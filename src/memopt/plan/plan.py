@@ -74,7 +74,7 @@ class Plan:
         names = {name for patch in patches() for name in _selected(patch, self.sites)}
         noun = "norm, linear or other place"
         settings = [Patterns(key, getattr(self.recipe, key), names, noun) for key in ("targets", "ignore")]
-        settings += [each for patch in patches() for each in patch.patterns(self)]
+        settings += self.recipe.patterns(self.sites)
         return (
             *(
                 f"Recipe '{self.recipe.name}': {each.setting} '{pattern}' matches no {each.noun} of this model."

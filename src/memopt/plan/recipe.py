@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -19,9 +19,10 @@ from pydantic_core import ErrorDetails
 
 from memopt.environment.files import parse_yaml, read_small
 from memopt.errors import RecipeError
-from memopt.patches.base import Effect, Rules, Strict, any_matches, one_or_more
+from memopt.patches.base import Effect, Patterns, Rules, Strict, any_matches, one_or_more
 from memopt.patches.registry import patches, watch
 from memopt.plan.shipped import EXACT, shipped
+from memopt.walk.sites import Sites
 
 R = TypeVar("R", bound=Rules)
 DEFAULT_MEMORY_RECIPE = "exact-unfolded"
@@ -80,6 +81,10 @@ class Recipe(Strict):
         """Whether the rules of a key are off, or no patch has them."""
         rules = self._all_rules().get(key)
         return rules is None or rules.is_off
+
+    def patterns(self, sites: Sites) -> Iterator[Patterns]:
+        """The settings of the rules that choose modules by their names."""
+        return (each for rules in self._all_rules().values() for each in rules.patterns(sites))
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each field that was given and has no effect, because of another field of its rules."""

@@ -51,9 +51,14 @@ class ActivationPatch(Patch, Checks):
     name = "activation"
     after = ("gated_mlp",)
     requires = ("derivative_codes",)
-    rows = Rows("activation", {"recompute": "recomputed", "code": "coded"}, noun="activation", plural="activations")
+    rows = Rows(
+        "activation",
+        {"recompute": "recomputed", "code": "coded"},
+        noun="activation",
+        plural="activations",
+        sites="activations",
+    )
     rules = ActivationRules
-    sites = "activations"
 
     def decide(self, site: ActivationSite, plan: PlanView) -> tuple[str, str]:
         rules, recipe = plan.recipe.rules(ActivationRules), plan.recipe

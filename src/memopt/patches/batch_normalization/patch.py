@@ -15,8 +15,9 @@ class BatchNormalizationPatch(Patch):
 
     name = "batch_normalization"
     requires = ("norm",)
-    rows = Rows("batch_normalization", {"recompute": "recomputed"}, noun="batch norm", plural="batch norms")
-    sites = "batch_norms"
+    rows = Rows(
+        "batch_normalization", {"recompute": "recomputed"}, noun="batch norm", plural="batch norms", sites="batch_norms"
+    )
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.is_off(_NORMS):

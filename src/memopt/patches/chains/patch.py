@@ -14,8 +14,9 @@ class ChainsPatch(Patch, Checks):
 
     name = "chains"
     after = ("activation",)
-    rows = Rows("chain", {"recompute": "recomputed"}, noun="elementwise chain", plural="elementwise chains")
-    sites = "chained"
+    rows = Rows(
+        "chain", {"recompute": "recomputed"}, noun="elementwise chain", plural="elementwise chains", sites="chained"
+    )
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.is_off("activations"):
@@ -24,7 +25,7 @@ class ChainsPatch(Patch, Checks):
             return LEFT, EXCLUDED
         if plan.sites.surrounds_blocks(site) or site in plan.sites.blocks:
             return LEFT, "in the code of a block, or around the blocks"
-        return "recompute", "elementwise operations in its code keep what they begin with, not their results"
+        return "recompute", "elementwise operations in its code save the tensors at their start, not their results"
 
     def scope(self, plan: PlanView) -> InScopes:
         names = plan.chosen("chain")

@@ -21,6 +21,7 @@ from memopt.patches.base import (
     one_or_more,
 )
 from memopt.patches.capabilities import Checks, EngineSettings, Levels, Reports
+from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +61,10 @@ class CheckpointingRules(Rules):
             raise ValueError("'count' needs the number of blocks, e.g. checkpointing.count=4")
         return self
 
+    def patterns(self, sites: Sites) -> Iterator[Patterns]:
+        for name in () if self.is_off else ("blocks", "offload", "keep"):
+            yield Patterns(f"{self.key}.{name}", getattr(self, name), sites.blocks, "block")
+
 
 class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
     """Checkpointed blocks; other patches work inside the checkpointed region."""
@@ -77,9 +82,9 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         noun="block",
         plural="blocks",
         are_selected=False,  # the rules' `blocks` selects them
+        sites="blocks",
     )
     rules = CheckpointingRules
-    sites = "blocks"
     runs_again = True
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str] | None:
@@ -111,11 +116,6 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
     def notes(self, plan: PlanView) -> Iterator[str]:
         if not plan.recipe.rules(CheckpointingRules).is_off and not plan.sites.blocks:
             yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and this model has none."
-
-    def patterns(self, plan: PlanView) -> Iterator[Patterns]:
-        rules = plan.recipe.rules(CheckpointingRules)
-        for name in () if rules.is_off else ("blocks", "offload", "keep"):
-            yield Patterns(f"{rules.key}.{name}", getattr(rules, name), plan.sites.blocks, "block")
 
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         blocks = {block: (block,) for block in _eligible(plan)}

@@ -27,9 +27,8 @@ class DropoutPatch(Patch, Reports):
 
     name = "dropout"
     after = ("linear", "sampled_linear")
-    rows = Rows("dropout", {"seed": "seeded"}, noun="dropout", plural="dropouts")
+    rows = Rows("dropout", {"seed": "seeded"}, noun="dropout", plural="dropouts", sites="dropouts")
     rules = DropoutRules
-    sites = "dropouts"
 
     def decide(self, site: DropoutSite, plan: PlanView) -> tuple[str, str]:
         if site.probability == 0:

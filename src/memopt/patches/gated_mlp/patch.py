@@ -25,9 +25,8 @@ class GatedMLPPatch(Patch, Checks):
     name = "gated_mlp"
     after = ("norm",)
     requires = ("activation", "linear")
-    rows = Rows("gated_mlp", {"recompute": "recomputed"}, noun="gated MLP", plural="gated MLPs")
+    rows = Rows("gated_mlp", {"recompute": "recomputed"}, noun="gated MLP", plural="gated MLPs", sites="gated_mlps")
     rules = GatedMLPRules
-    sites = "gated_mlps"
 
     def decide(self, site: GatedMLPSite, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.rules(GatedMLPRules).is_off:

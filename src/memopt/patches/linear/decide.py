@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, OFF, READS, PlanView, Rules, any_matches, one_or_more
-from memopt.walk.sites import LinearSite, is_inside
+from memopt.patches.base import EXCLUDED, LEFT, OFF, READS, Patterns, PlanView, Rules, any_matches, one_or_more
+from memopt.walk.sites import LinearSite, Sites, is_inside
 
 RECOMPUTE = "recompute output"
 #: An output with fewer channels than the hidden size / _NARROW (an adapter's) is recomputed only if it is named.
@@ -26,6 +26,9 @@ class LinearRules(Rules):
     @property
     def is_off(self) -> bool:
         return self.recompute == OFF
+
+    def patterns(self, sites: Sites) -> Iterator[Patterns]:
+        yield Patterns(f"{self.key}.recompute", self.recompute, {output_name(site) for site in sites.linears}, "linear")
 
 
 def decide_linear(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str]:

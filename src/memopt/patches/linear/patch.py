@@ -7,14 +7,13 @@ import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, Patterns, PlanView, Rows
+from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, PlanView, Rows
 from memopt.patches.capabilities import Checks, Levels, Output, Reports, Saves
 from memopt.patches.linear.decide import (
     RECOMPUTE,
     LinearRules,
     decide_linear,
     output_levels,
-    output_name,
     recomputed_producers,
     weighing_modules,
 )
@@ -45,10 +44,6 @@ class LinearPatch(Patch, Levels, Checks, Reports):
         producers = recomputed_producers(plan)
         for name, site in self.propose(plan.sites):
             yield Entry("linear", name, *decide_linear(site, plan, producers))
-
-    def patterns(self, plan: PlanView) -> Iterator[Patterns]:
-        chosen, names = plan.recipe.rules(LinearRules).recompute, {output_name(site) for site in plan.sites.linears}
-        yield Patterns(f"{LinearRules.key}.recompute", chosen, names, "linear")
 
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         found: dict[str, dict[str, tuple[str, ...]]] = {}

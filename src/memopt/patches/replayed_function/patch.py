@@ -29,9 +29,9 @@ class ReplayedFunctionPatch(Patch, Checks):
         {"recompute": "run again"},
         noun="module with replayed functions",
         plural="modules with replayed functions",
+        sites="functions",
     )
     rules = ReplayedFunctionRules
-    sites = "functions"
 
     def decide(self, site: FunctionSite, plan: PlanView) -> tuple[str, str]:
         called = ", ".join(name for _, name in site.functions)

@@ -13,7 +13,6 @@ from memopt.patches.base import (
     InScopes,
     Live,
     Patch,
-    Patterns,
     PlanView,
     Rows,
     any_matches,
@@ -71,10 +70,6 @@ class SampledLinearPatch(Patch, Checks, Reports):
                 f"exact alternative keeps as few rows: micro-batches of {rules.budget:.0%} of the batch, with gradient "
                 "accumulation."
             )
-
-    def patterns(self, plan: PlanView) -> Iterator[Patterns]:
-        targets, names = plan.recipe.rules(SampledLinearRules).targets, {site.module for site in plan.sites.linears}
-        yield Patterns(f"{SampledLinearRules.key}.targets", targets, names, "linear")
 
     def scope(self, plan: PlanView) -> InScopes:
         return InScopes(exchanges=bool(plan.chosen("linear", "sample")))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from memopt.patches.base import OFF, Effect, one_or_more
+from memopt.patches.base import OFF, Effect, Patterns, one_or_more
 from memopt.patches.linear.decide import LinearRules
+from memopt.walk.sites import Sites
 
 
 class SampledLinearRules(LinearRules):
@@ -26,6 +28,10 @@ class SampledLinearRules(LinearRules):
 
     def without_method(self) -> tuple[str, ...]:
         return tuple(name for name in super().without_method() if name not in LinearRules.model_fields)
+
+    def patterns(self, sites: Sites) -> Iterator[Patterns]:
+        yield from super().patterns(sites)
+        yield Patterns(f"{self.key}.targets", self.targets, {site.module for site in sites.linears}, "linear")
 
     @property
     def effect(self) -> Effect:

@@ -22,9 +22,8 @@ class SoftmaxPatch(Patch):
 
     name = "softmax"
     after = ("dropout",)
-    rows = Rows("softmax", {"recompute": "recomputed"}, noun="softmax", plural="softmaxes")
+    rows = Rows("softmax", {"recompute": "recomputed"}, noun="softmax", plural="softmaxes", sites="softmaxes")
     rules = SoftmaxRules
-    sites = "softmaxes"
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.rules(SoftmaxRules).is_off:
