@@ -88,7 +88,8 @@ def every_document_fits_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: Folders whose tests are about the walk, so that each of them walks for itself unless it is marked.
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The CPU time of the run, in one line: of this process and of all that it waited for, workers included."""
+    """The CPU time of the run, in one line: this process and all that it waited for, workers included. Code that
+    `tests.support.processes` runs is not in it: another process starts it."""
     terminalreporter.write_line(f"{sum(os.times()[:4]):.0f} CPU seconds")
 
 
