@@ -126,7 +126,7 @@ def test_modules_to_save_are_trained_as_peft_trains_them(saved: tuple[str, ...],
     assert predict(of).peak.nbytes == pytest.approx(real.live_peak(), abs=256)
 
 
-def test_a_module_to_save_that_is_none_is_told() -> None:
+def test_a_module_to_save_that_is_none_is_an_error() -> None:
     config = named_config("llama")
     training = Training(2, 64, train="lora", modules_to_save=("lm_haed",))
     with pytest.raises(
@@ -144,7 +144,7 @@ def test_a_module_to_save_that_is_none_is_told() -> None:
         (("*",), "nothing is left to train"),
     ],
 )
-def test_a_name_that_freezes_nothing_or_everything_is_told(frozen: tuple[str, ...], why: str) -> None:
+def test_a_name_that_freezes_nothing_or_everything_is_an_error(frozen: tuple[str, ...], why: str) -> None:
     config = named_config("llama")
     with pytest.raises(ModelError) as raised:
         predict(Step(config, Training(2, 64, frozen=frozen), sites_of(config)))
