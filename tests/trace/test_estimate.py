@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers import masking_utils
 
 from memopt.errors import ModelError
@@ -219,6 +220,24 @@ def test_lora_on_experts_names_their_weights_with_the_adapter_and_says_what_to_d
 def test_positions_of_three_dimensions_are_no_experts() -> None:
     """... though the hidden states of one image have their shape."""
     assert EXPERTS not in traced("vit", batch=1, seq=None).per_cause()
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        ("embed", {"embed.weight"}),  # a whole name is no part of another
+        ("tower.embed", {"tower.embed.weight"}),
+        ("tower", {"tower.embed.weight", "tower.head.weight"}),
+        ("embed.weight", {"embed.weight"}),
+        ("head", {"tower.head.weight"}),
+        ("*e[am]*d", {"embed.weight", "tower.embed.weight", "tower.head.weight"}),
+    ],
+)
+def test_a_name_freezes_what_it_is_or_else_what_has_it_as_a_part(name: str, frozen: set[str]) -> None:
+    tower = nn.ModuleDict({"embed": nn.Linear(2, 2, bias=False), "head": nn.Linear(2, 2, bias=False)})
+    model: Any = nn.ModuleDict({"embed": nn.Linear(2, 2, bias=False), "tower": tower, "rest": nn.Linear(2, 2)})
+    estimate._freeze(model, [name])
+    assert {name for name, each in model.named_parameters() if not each.requires_grad} == frozen
 
 
 def test_lora_targets_may_be_beginnings_of_names() -> None:

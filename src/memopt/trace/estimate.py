@@ -214,7 +214,8 @@ def _freeze(model: PreTrainedModel, names: Sequence[str]) -> None:
     left to train."""
     parameters = list(model.named_parameters(remove_duplicate=False))
     for name in names:
-        found = [each for parameter, each in parameters if fnmatchcase(f".{parameter}.", f"*.{name}.*")]
+        found = [each for parameter, each in parameters if f"{parameter}.".startswith(f"{name}.")]
+        found = found or [each for parameter, each in parameters if fnmatchcase(f".{parameter}.", f"*.{name}.*")]
         if not found:
             parts = dict.fromkeys(part for parameter, _ in parameters for part in parameter.split("."))
             near = get_close_matches(name, parts, 3) or [each for each in parts if not each.isdigit()]

@@ -65,8 +65,8 @@ class Training:
     image_side: int | None = None
     """Height and width of an image in pixels; None for those in the config."""
     frozen: tuple[str, ...] = ()
-    """What full tuning does not train: names of modules or parameters, whole or a part between dots, where * stands for
-    any characters: ``visual``, ``layers.[0-7]``, ``*norm*``."""
+    """What full tuning does not train: whole names of modules or parameters, or else parts between dots, where * stands
+    for any characters: ``model.visual``, ``layers.[0-7]``, ``*norm*``."""
 
     @property
     def has_adapters(self) -> bool:

@@ -76,7 +76,7 @@ def test_a_plan_counts_the_attention_that_the_model_or_the_recipe_runs() -> None
     assert totals[1] < totals[3]  # so its softmaxes were seen
 
 
-@pytest.mark.parametrize("frozen", [("embed_tokens", "layers.0", "norm"), ("layers.1.mlp.up_proj",), ()])
+@pytest.mark.parametrize("frozen", [("embed_tokens", "layers.0", "norm"), ("layers.1.mlp.up_proj",), ()], ids=str)
 def test_a_plan_trains_what_the_model_trains(monkeypatch: pytest.MonkeyPatch, frozen: tuple[str, ...]) -> None:
     model = tiny_model("llama", num_hidden_layers=7)
     for name in frozen:

@@ -78,10 +78,9 @@ def _plan_step(name: str, of: Step, budget: str | int, setup: Setup, parameters:
     of = step_of_device(of, setup)
     task = _task(name, of, replace(setup, memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
-    if (of.adapters or of.training.frozen) and _forms(own.trace.parameters) != _forms(parameters):
-        what = "weights" if of.adapters is None else "adapters"
+    if of.adapters is not None and _forms(own.trace.parameters) != _forms(parameters):
         raise ModelError(
-            f"The {what} of {name} are trained in another way than the step that was traced for the budget.",
+            f"The adapters of {name} are trained in another way than the step that was traced for the budget.",
             "Pass a recipe instead of a budget.",
         )
     held, traced = (sum(each.nbytes for each in those) for those in (parameters, own.trace.parameters))
