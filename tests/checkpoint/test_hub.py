@@ -39,7 +39,6 @@ def failure(kind: type[Exception]) -> Exception:
         (errors.LocalEntryNotFoundError, "the hub cache has no files of it"),
         (errors.OfflineModeIsEnabled, "the hub cache has no files of it"),
         (errors.HfHubHTTPError, "could not deliver"),
-        (errors.HFValidationError, "nor a hub id"),
         (ConnectionError, "could not deliver the files of 'some/model' at revision 'v9': first line"),
     ],
 )

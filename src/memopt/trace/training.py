@@ -40,8 +40,6 @@ class Training:
     """Tokens in a row; None for models that read none."""
     precision: Precision = "bf16"
     """``mixed``: fp32 weights under autocast; ``bf16-autocast``: weights in bf16 under autocast."""
-    gathers_16_bits: bool = False
-    """Whether the forward of a mixed step gets its fp32 weights in autocast's dtype, as FSDP's mixed precision."""
     train: Train = "full"
     """``qlora``: LoRA on linears that bitsandbytes holds in 4 bits."""
     lora_rank: int = 8
@@ -49,8 +47,6 @@ class Training:
     """Or names of linears: the last part of their module name, or its beginning (``q`` for ``q_proj`` or ``query``), or
     whole module names."""
     lora_dropout: float = 0.0
-    modules_to_save: tuple[str, ...] = ()
-    """As PEFT's: modules that are trained in full beside the adapters, by the ends of their names."""
     checkpointing: Checkpointing = "none"
     dropout: bool = True
     """False: eval mode, so that no dropout saves a mask."""
@@ -67,6 +63,10 @@ class Training:
     frozen: tuple[str, ...] = ()
     """What full tuning does not train: whole names of modules or parameters, or else parts between dots, where * stands
     for any characters: ``model.visual``, ``layers.[0-7]``, ``*norm*``."""
+    modules_to_save: tuple[str, ...] = ()
+    """As PEFT's: modules that are trained in full beside the adapters, by the ends of their names."""
+    gathers_16_bits: bool = False
+    """Whether the forward of a mixed step gets its fp32 weights in autocast's dtype, as FSDP's mixed precision."""
 
     @property
     def has_adapters(self) -> bool:

@@ -82,8 +82,10 @@ class LinearPatch(Patch, Levels, Checks, Reports):
         return Saves(unsaved=_outputs(plan))
 
     def frees(self, plan: PlanView) -> Collection[str]:
-        # Experts, one after another: rows that are gathered again, and products that are computed again.
-        return {site.module for site in plan.sites.linears if len(site.shape) > 2}
+        # Experts, one after another: rows that are gathered again, and products that are computed again. Their weights
+        # are their own; a module that reads those of a convolution inside of it holds no experts.
+        stacked = (site for site in plan.sites.linears if len(site.shape) == 3)
+        return {site.module for site in stacked if site.parameter.rpartition(".")[0] == site.module}
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         dtypes = [(str(each.dtype), each.requires_grad) for each in model.parameters() if each.dim() > 1]
