@@ -133,7 +133,7 @@ def test_version_is_the_packages(memopt: Memopt) -> None:
         (["report", ".", "--lora-dropout", "2"], "'--lora-dropout': 2 is more than 1. See"),
         (["report", ".", "--lora-dropout", "half"], "'--lora-dropout': 'half' is not a number. See"),
         (["report", ".", "--train", "all"], "'--train': 'all' is not one of 'full', 'lora', 'qlora'. See"),
-        (["report", ".", "--longest"], "not about given inputs. Add --gpu CARD."),
+        (["report", ".", "--longest"], "needs a card, and no given inputs. Add --gpu CARD."),
         (["report", ".", "--longest", "--gpu", "t4", "--inputs", "x.pt"], "given inputs. Leave out --inputs."),
         (["recipes", "exat"], "Did you mean 'exact'?"),
         (["patch", ".", "--recipe", "exat"], "Did you mean 'exact'?"),

@@ -152,7 +152,7 @@ def report(
                 )
     if longest and (gpu is None or inputs is not None):
         remedy = "Add --gpu CARD." if gpu is None else "Leave out --inputs."
-        raise UsageError("--longest needs a card, and lengthens inputs of its own.", remedy)
+        raise UsageError("--longest needs a card, and no given inputs.", remedy)
     asked = outputs.Outputs(html, snapshot, out, emit or (), force, budget, frontier, allow)
     asked.check_options(gpu)
     if release_gradients and emit:
