@@ -20,6 +20,7 @@ from transformers import DynamicCache
 import memopt
 from memopt.patches.checkpointing import module as checkpointing
 from memopt.patches.checkpointing.module import BlockRewrite, patch_block
+from memopt.patches.checkpointing.offload import InputsOfThreads
 from memopt.patches.swap import states_in
 from memopt.plan.recipe import Recipe, load_recipe
 from tests.factories import tiny_inputs, tiny_model
@@ -405,3 +406,55 @@ def test_under_autocast_an_error_names_the_weight() -> None:
         model.model.layers[0].input_layernorm.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"'weight' \[64\] of LlamaDecoderLayer\.input_layernorm is at"):
         loss.backward()
+
+
+class Attends(nn.Module):
+    """A block whose result depends on which of its arguments are the same tensor, as `nn.MultiheadAttention` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hook: Callable[[Tensor], Any] | None = None) -> Tensor:
+        for given in (q, k, v) if hook else ():
+            hook(given)
+        return self.norm(q + self.attention(q, k, v, need_weights=False)[0])
+
+
+def _attends(by_name: bool, offloads: bool | None, x: Tensor, hook: Callable[[Tensor], Any] | None) -> list[Tensor]:
+    """The gradients of a block and of its input; `offloads` is None for the stock block."""
+    torch.manual_seed(0)
+    block, x = Attends().double().train(), x.detach().requires_grad_()
+    if offloads is not None:
+        patch_block(block, None, True, InputsOfThreads() if offloads else None)
+    hidden = x * 2
+    y = block(hidden, k=hidden, v=hidden, hook=hook) if by_name else block(hidden, hidden, hidden, hook)
+    return [*torch.autograd.grad(y.sin().sum(), [x, *block.parameters()])]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("offloads", [True, False])
+def test_arguments_that_are_one_tensor_are_one_in_the_second_run(offloads: bool, by_name: bool, x: Tensor) -> None:
+    for ours, stock in zip(_attends(by_name, offloads, x, None), _attends(by_name, None, x, None), strict=True):
+        torch.testing.assert_close(ours, stock)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("offloads", [True, False])
+def test_hooks_that_both_runs_register_on_an_argument_run_once(offloads: bool, by_name: bool, x: Tensor) -> None:
+    found, calls = [], []
+    for of in (offloads, None):
+        kept: list[Tensor] = []
+
+        def hook(given: Tensor, kept: list[Tensor] = kept) -> None:
+            given.retain_grad()
+            kept.append(given)
+            given.register_hook(lambda dy: dy * 1.5)
+
+        gradients_, count = _attends(by_name, of, x, hook), 3
+        assert len(kept) >= count
+        found.append([*gradients_, *(each.grad for each in kept[:count])])
+        calls.append(len(kept))
+    for ours, stock in zip(*found, strict=True):
+        torch.testing.assert_close(ours, stock)
+    assert calls == [6, 3], "the block has not run twice, so the test shows nothing"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from memopt.kernels.base.autograd import autocast_as, autocast_dtype
+from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype
 from memopt.patches.swap import is_watched, original_class
 from memopt.recompute.versions import changed_in_place, versions_of
 from memopt.torch_compat import hook_flags, module_hooks, no_dispatch
@@ -210,6 +210,42 @@ def copied(value: Any) -> Any:
     if type(value) is list:
         return list(map(copied, value))
     return copy.copy(value) if isinstance(value, CONTAINERS) else value
+
+
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors in `values`, and in containers nested in them."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    for value in values:
+        if isinstance(value, (tuple, *CONTAINERS)):
+            tensors += tensors_in([*value.values()] if isinstance(value, dict) else [*value])
+    return tensors
+
+
+class _Apart(DirectFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def apart(values: list[Any]) -> list[Any]:
+    """`values` with another tensor, of the same memory, for each one in the graph, also inside tuples, lists and dicts.
+    A hook that a module's second run registers is then none of the tensor whose gradient backward computes later."""
+    others: dict[int, Tensor] = {}
+    return [_other(each, others) for each in values]
+
+
+def _other(value: Any, others: dict[int, Tensor]) -> Any:
+    if type(value) is Tensor and value.requires_grad:
+        if id(value) not in others:
+            others[id(value)] = _Apart.apply(value)
+        return others[id(value)]
+    if type(value) in (tuple, list):
+        return type(value)(_other(each, others) for each in value)
+    return {key: _other(each, others) for key, each in value.items()} if type(value) is dict else value
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -28,10 +28,12 @@ from memopt.patches.rerun import (
     Held,
     HookTable,
     Slot,
+    apart,
     copied,
     hooks_as_before,
     standing,
     tables_of_hooks,
+    tensors_in,
 )
 from memopt.patches.swap import Notes, is_watched
 from memopt.patches.unseen import Values
@@ -182,8 +184,11 @@ class RunsTwice:
             [None if isinstance(value, Tensor) else copied(value) for value in given],
             {name: copied(value) for name, value in named.items() if isinstance(value, CONTAINERS)},
         )
+        places = {id(value): at for at, value in reversed([*enumerate(given)]) if isinstance(value, Tensor)}
+        self._places = [places.get(id(value), at) for at, value in enumerate([*given, *named.values()])]
+        """For each argument, the place of the first one by position that is the same tensor, or its own place."""
         # PyTorch's checkpoint checks versions only of tensors passed by position; these are the others.
-        self._arguments = _tensors_in([*named.values(), *(value for value in given if not isinstance(value, Tensor))])
+        self._arguments = tensors_in([*named.values(), *(value for value in given if not isinstance(value, Tensor))])
         self._held: Held | None = None
         self._created: list[tuple[Slot, Any]] = []
         """The slots that the forward created, as in :meth:`BlockState.created`."""
@@ -202,11 +207,7 @@ class RunsTwice:
             raise _unseen(self._block, tensor)
         lent = self._held.lent(self._block, _WHY, self._copies, is_read=self._state.is_read)
         lent += _shadows(self._block, lent) if lent else []
-        positional, named = self._given
-        args = tuple(
-            value if isinstance(value, Tensor) else copied(mine) for value, mine in zip(args, positional, strict=True)
-        )
-        named = {name: value.clone() if isinstance(value, Tensor) else copied(value) for name, value in named.items()}
+        again, named = self._arguments_again(args)
         function = functools.partial(self._function, **named)
         decisions, attention = self._decisions, self._attention
         with (
@@ -219,7 +220,7 @@ class RunsTwice:
             nullcontext() if decisions is None else decisions.repeat(),
             nullcontext() if attention is None else attention.repeat(),
         ):
-            return function(*args)
+            return function(*again)
 
     def _first(self, *args: Any) -> Any:
         state = self._state
@@ -257,6 +258,16 @@ class RunsTwice:
             self._copies = {i: was for i, was in possible.items() if places[i] in state.moving}
             self._created = state.created(before)
             self._own = held.settle()
+
+    def _arguments_again(self, args: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Those of the second run, by position and by name; PyTorch's checkpoint passes `args`."""
+        given, mine = self._given
+        named = {**getattr(self._function, "keywords", {})}
+        named |= {name: value.clone() if isinstance(value, Tensor) else copied(value) for name, value in mine.items()}
+        values = [value if isinstance(value, Tensor) else copied(own) for value, own in zip(args, given, strict=True)]
+        values += named.values()
+        values = apart([values[place] for place in self._places])
+        return values[: len(given)], dict(zip(named, values[len(given) :], strict=True))
 
     def _keep_written(self, masks: dict[str, Tensor], named: dict[str, Any]) -> None:
         """Of `masks`, copies of arguments in `named`, keep those whose originals the forward changed in place."""
@@ -324,15 +335,6 @@ def _add_tables(found: dict[int, dict[Any, Any]], values: Iterable[Any], depth: 
         if table is not None and depth and id(table) not in found:
             found[id(table)] = table
             _add_tables(found, table.values(), depth - 1)
-
-
-def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors in `values`, and in containers nested in them."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    for value in values:
-        if isinstance(value, (tuple, *CONTAINERS)):
-            tensors += _tensors_in([*value.values()] if isinstance(value, dict) else [*value])
-    return tensors
 
 
 _READS = frozenset({Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__})
