@@ -55,6 +55,14 @@ def test_shapes_and_dtypes_read_no_value() -> None:
     assert logits.value is None
 
 
+def test_code_that_takes_the_address_of_uncomputed_logits_gets_an_error() -> None:
+    """Extensions in C++ do, and no function of Python sees that."""
+    _, logits, stock = pair()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(logits.detach())
+    assert torch.equal(torch.from_dlpack(logits.detach()), stock)
+
+
 def test_logits_detached_in_place_stay_uncomputed_and_hold_no_graph() -> None:
     """Schedules of torch.distributed.pipelining detach the last stage's output after its backward."""
     _, logits, stock = pair()

@@ -234,9 +234,15 @@ _WRAPPER = "torch.Tensor._make_wrapper_subclass"
 _make_wrapper: Any = find(_WRAPPER, None, "logits are computed whole, as the stock model does")
 makes_wrappers = is_found(_WRAPPER)
 """Whether :func:`wrapper` works; otherwise no tensor can stand for uncomputed logits."""
+_refuse_addresses: Any = find(
+    "torch._C._set_throw_on_mutable_data_ptr", lambda _: None, "C++ code that reads uncomputed logits may crash"
+)
 
 
 def wrapper(cls: type[Tensor], form: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of the subclass `cls` with the layout of `form`, this dtype and device, and no memory."""
+    """A tensor of the subclass `cls` with the layout of `form`, this dtype and device, and no memory. C++ code that
+    takes its address (an extension, DLPack) gets an error."""
     layout = (form.shape, form.stride(), form.storage_offset())
-    return _make_wrapper(cls, *layout, dtype=dtype, device=device, storage_size=0)
+    made = _make_wrapper(cls, *layout, dtype=dtype, device=device, storage_size=0)
+    _refuse_addresses(made)
+    return made
