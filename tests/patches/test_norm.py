@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,6 +137,27 @@ def test_queries_and_keys_are_not_saved_behind_norms_that_round_after_their_weig
         error = [(each - parameter.grad.double()).norm() for each in (before, after)]
         # x_hat is rounded no more: at most what two other orders of fp32's sums may round to 16 bits is added.
         assert error[1] <= error[0] + torch.finfo(torch.bfloat16).eps / 2 * parameter.grad.double().norm()
+
+
+class Around(nn.Module):
+    """A norm with a norm inside, as Moonshine's streaming encoder has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ln(x) * self.weight
+
+
+def test_a_hook_on_a_norm_inside_of_a_patched_norm_runs():
+    stock, x = Around(), torch.randn(3, WIDTH)
+    patched = copy.deepcopy(stock)
+    patch_norm(patched, replace(site(1e-5), kind="layer"), folded=False)
+    for norm in (stock, patched):
+        norm.ln.register_forward_hook(lambda _, given, y: y * 2)
+    assert all(map(torch.equal, run(patched, x), run(stock, x)))
 
 
 def test_a_norm_whose_input_is_changed_in_place_trains_as_before():

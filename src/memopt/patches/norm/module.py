@@ -117,6 +117,8 @@ _Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype, 
 def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | None:
     """Arguments of `ms_norm` beside its input, which is the sum of `terms`; None if the stock forward has to run."""
     x = terms[0]
+    if module._modules and any(map(is_watched, module.children())):
+        return None
     weight = None if rewrite.weight is None else _parameter(module, rewrite.weight)
     bias = None if rewrite.bias is None else _parameter(module, rewrite.bias)
     if (weight is None) is not (rewrite.weight is None) or (bias is None) is not (rewrite.bias is None):
