@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, spectral_norm
 from transformers import DynamicCache
 
@@ -23,6 +24,7 @@ from memopt.patches.checkpointing.module import BlockRewrite, patch_block
 from memopt.patches.checkpointing.offload import InputsOfThreads
 from memopt.patches.swap import states_in
 from memopt.plan.recipe import Recipe, load_recipe
+from memopt.torch_compat import kernels_of_attention
 from tests.factories import tiny_inputs, tiny_model
 
 STATES = ("spectral norm", "spectral hook", "average", "assigned average", "plain tensor", "counter", "list", "object",
@@ -406,6 +408,18 @@ def test_under_autocast_an_error_names_the_weight() -> None:
         model.model.layers[0].input_layernorm.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"'weight' \[64\] of LlamaDecoderLayer\.input_layernorm is at"):
         loss.backward()
+
+
+@pytest.mark.parametrize("recipe", ["exact-levels", "long-context"])
+def test_kernels_of_attention_that_the_forward_allowed_run_again(recipe: str) -> None:
+    stock, inputs, found = tiny_model("llama", torch.float64), tiny_inputs("llama"), []
+    for model in (memopt.patch(copy.deepcopy(stock), recipe), stock):
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = model(**inputs).loss
+        before = kernels_of_attention(with_priority=True)
+        found.append(gradients(model, loss))
+        assert kernels_of_attention(with_priority=True) == before
+    assert_same(*found, 1e-6)
 
 
 class Attends(nn.Module):

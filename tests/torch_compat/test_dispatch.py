@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from memopt import torch_compat
@@ -193,3 +194,11 @@ def test_a_fake_tensor_may_have_known_values_and_no_other_has() -> None:
     assert torch_compat.known_values(fake) is values
     assert torch_compat.known_values(unknown) is None
     assert torch_compat.known_values(values) is None
+
+
+def test_the_allowed_kernels_of_attention_are_told_in_their_order() -> None:
+    kernels = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    for each in (kernels, kernels[::-1], kernels[:1]):
+        with sdpa_kernel(each, set_priority=True):
+            assert torch_compat.kernels_of_attention(with_priority=True) == each
+    assert len(torch_compat.kernels_of_attention(with_priority=True) or ()) > 2

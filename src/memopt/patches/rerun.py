@@ -10,19 +10,20 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype
 from memopt.patches.swap import is_watched, original_class
 from memopt.recompute.versions import changed_in_place, versions_of
-from memopt.torch_compat import hook_flags, module_hooks, no_dispatch
+from memopt.torch_compat import hook_flags, kernels_of_attention, module_hooks, no_dispatch
 
 #: Attributes that a module's forward depends on beside its tensors: train mode, and PEFT's active adapters and scales.
 MODES = ("training", "_active_adapter", "_disable_adapters", "scaling")
@@ -306,6 +307,14 @@ def _put(values: Sequence[tuple[Slot, Any]]) -> None:
 def _has_memory(tensor: Tensor) -> bool:
     """Whether `tensor` is plain and has memory: sharding frees the memory of weights after a forward."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and bool(tensor.untyped_storage().nbytes())
+
+
+@contextmanager
+def attending_with(kernels: list[SDPBackend] | None) -> Iterator[None]:
+    """Inside, ``F.scaled_dot_product_attention`` may run these kernels (`kernels_of_attention`); None: any kernels."""
+    changed = None if kernels == kernels_of_attention(with_priority=True) else kernels
+    with nullcontext() if changed is None else sdpa_kernel(changed, set_priority=True):
+        yield
 
 
 def random_states(x: Tensor) -> tuple[Tensor, ...]:

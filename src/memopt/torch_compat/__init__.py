@@ -55,6 +55,7 @@ from memopt.torch_compat.dispatch import (
     is_operator,
     is_traceable_wrapper_subclass,
     is_transformed,
+    kernels_of_attention,
     known_values,
     makes_wrappers,
     no_dispatch,

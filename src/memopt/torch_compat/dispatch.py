@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
 
 from memopt.errors import MemoptError
 from memopt.torch_compat.lookup import find, is_found
@@ -175,6 +176,10 @@ def _unknown() -> object:
     return "unknown"
 
 
+def _any_kernels(*, with_priority: bool) -> None:
+    return None
+
+
 def _is_always(tensor: Tensor) -> bool:
     return True
 
@@ -227,6 +232,13 @@ is_legacy_batched: Callable[[Tensor], bool] = find(
     "torch._C._functorch.is_legacy_batchedtensor", _is_always, _NO_KERNELS
 )
 """Whether a tensor is a gradient of ``torch.autograd.grad(..., is_grads_batched=True)``; true without this name."""
+
+kernels_of_attention: Callable[..., list[SDPBackend] | None] = find(
+    "torch.nn.attention._cur_sdpa_kernel_backends",
+    _any_kernels,
+    "a checkpointed block runs again with other kernels of attention than sdpa_kernel allowed its forward",
+)
+"""The kernels that ``F.scaled_dot_product_attention`` may run here, in their order; None if they are not known."""
 
 # -- tensors without memory -----------------------------------------------------------------------------------------
 

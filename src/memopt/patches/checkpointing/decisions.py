@@ -1,0 +1,71 @@
+"""The decisions of a block's forward (a router's experts), which its second run repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_READS = frozenset({Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__})
+#: A decision has at most 1 / _PART of the elements of the block's input: a mask of all hidden states is none.
+_PART = 16
+
+
+class Decisions(TorchFunctionMode):
+    """Context manager: stores the decisions of the first forward inside, and repeats them in later ones.
+
+    Decisions are integers and booleans that a forward computes from floating-point numbers. A router chooses a token's
+    experts by them (top-k, argmax, sort, a comparison). If two scores almost tie, rounding may decide otherwise in the
+    second run, which would then run other experts than the forward did.
+    """
+
+    def __init__(self, given: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.made: list[tuple[Callable[..., Any], list[Any]]] = []
+        self._again: Iterator[tuple[Callable[..., Any], list[Any]]] | None = None
+        self._largest = max((value.numel() for value in given if _is_float(value)), default=0) // _PART
+
+    def repeat(self) -> Decisions:
+        self._again = iter(self.made)
+        return self
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = (*args, *kwargs.values()) if kwargs else args
+        if not any(map(_is_float, given)) or not (function in _READS or self._decides(result)):
+            return result
+        if self._again is None:
+            self.made.append((function, _kept(result)))
+            return result
+        made_by, made = next(self._again, (None, None))
+        if made_by is not function:
+            return result
+        for each, kept in zip(_parts(result), _parts(made), strict=False):
+            if isinstance(each, Tensor) and each.shape == kept.shape:
+                each.data.copy_(kept)  # through `.data`: autograd may have saved the tensor, and must see no change
+        return made if function in _READS else result
+
+    def _decides(self, result: Any) -> bool:
+        parts = _parts(result)
+        if not all(isinstance(each, Tensor) and each.numel() <= self._largest for each in parts):
+            return False
+        return not all(map(_is_float, parts))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _parts(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def _kept(result: Any) -> Any:
+    if not isinstance(result, Tensor):
+        return tuple(map(_kept, result)) if isinstance(result, tuple) else result
+    return result.detach().to(torch.int32) if result.dtype == torch.int64 else result.detach().clone()
