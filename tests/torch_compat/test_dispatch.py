@@ -196,7 +196,7 @@ def test_a_fake_tensor_may_have_known_values_and_no_other_has() -> None:
     assert torch_compat.known_values(values) is None
 
 
-def test_the_allowed_kernels_of_attention_are_told_in_their_order() -> None:
+def test_the_allowed_kernels_of_attention_are_listed_in_their_order() -> None:
     kernels = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
     for each in (kernels, kernels[::-1], kernels[:1]):
         with sdpa_kernel(each, set_priority=True):
