@@ -142,7 +142,7 @@ def test_what_has_no_length_or_no_card_has_no_longest_sequence() -> None:
     about = Step(config, Training(1, None), sites_of(config), load_recipe("exact-unfolded"))
     with pytest.raises(UsageError, match="reads no tokens, so it has no longest sequence"):
         headline(Request("a model"), gpu="24GiB", step=about, longest=True)
-    with pytest.raises(UsageError, match="that of a card, without inputs of a size"):
+    with pytest.raises(UsageError, match="needs a card, and inputs of any length"):
         headline(Request("a model"), step=about, longest=True)
 
 
