@@ -57,6 +57,8 @@ _ERRORS = (
 )
 _RENAMES = ("rename", "_exchange")
 _HIDDEN = 24
+#: Signals that a kill sends and a process can block.
+_SENT = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -238,9 +240,12 @@ class _Place:
         return self._fork(run, kill_after=after, number=trial.number)
 
     def _fork(self, run: Callable[[], None], *, kill_after: float | None = None, number: int = 0) -> int:
+        # A signal that comes before the child is ready for it waits.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SENT)
         pid = os.fork()
         if pid == 0:
             _in_the_child(run)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SENT)
         if kill_after is not None:
             time.sleep(kill_after)
             os.kill(pid, number)
@@ -253,6 +258,7 @@ def _in_the_child(run: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 70
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SENT)
         run()
         code = 0
     except MemoptError as error:
