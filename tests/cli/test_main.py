@@ -213,6 +213,33 @@ def test_control_c_ends_an_import_whose_library_catches_everything(tmp_path: Pat
         assert bool(out) == ("--json" in arguments)
 
 
+def test_control_c_in_a_write_to_stderr_is_handled_after_it(tmp_path: Path) -> None:
+    """Python refuses to write to a buffered stream while it writes to it."""
+    (tmp_path / "stubborn.py").write_text(
+        "import sys, time\n"
+        "try:\n    print('importing', file=sys.stderr, flush=True)\n    time.sleep(60)\n"
+        "except BaseException:\n    pass\n"
+    )
+    code = (
+        "import io, os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Raw(io.RawIOBase):\n"
+        "    def writable(self):\n        return True\n"
+        "    def write(self, data):\n"
+        "        if b'importing' in bytes(data):\n            os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return os.write(2, data)\n"
+        "sys.stderr = io.TextIOWrapper(io.BufferedWriter(Raw()))\n"
+        "from memopt.cli import main, recipes\n"
+        "def command(json: bool = False):\n    import stubborn\n    return 0\n"
+        "recipes.recipes = command\nmain.run()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, env=environment, timeout=50
+    )
+    assert (done.returncode, done.stderr) == (130, "importing\nerror: Interrupted.\n")
+
+
 def test_a_value_in_the_help_is_named_by_a_word() -> None:
     for name, command in typer.main.get_command(cli.build_app()).commands.items():
         context = command.make_context(name, [], resilient_parsing=True)

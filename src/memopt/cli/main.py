@@ -28,6 +28,8 @@ _HELP = "Patch Hugging Face models to fine-tune them in less memory, and prove t
 #: Environment variable that a shell sets to get completions; other variables hold the command line.
 _COMPLETION = "_MEMOPT_COMPLETE"
 COMMANDS = ("patch", "verify", "report", "unpatch", "recipes", "doctor")
+#: Seconds until an interrupt that could not be handled comes again.
+_MOMENT = 0.02
 #: Type of a parser's error -> what it says of the value, and of the limit.
 _FAULTS = {
     "int_parsing": "'{}' is not a whole number",
@@ -59,17 +61,21 @@ def run() -> None:
 
 def _interrupt(frame: FrameType | None, process: int) -> None:
     """Handle Ctrl-C. During an import, end the process at once: libraries catch all exceptions of their imports. Python
-    ignores an exception in a `__del__`, so there the signal comes again a moment later."""
+    ignores an exception in a `__del__`, and refuses a write inside a write to the same stream; there the signal comes
+    again a moment later."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         if frame.f_code.co_name == "__del__":
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            signal.setitimer(signal.ITIMER_REAL, _MOMENT)
             return
         frame = frame.f_back
     if frame is None or os.getpid() != process:
         raise KeyboardInterrupt
     command = next((word for word in sys.argv[1:] if word in COMMANDS), None)
-    with contextlib.redirect_stdout(sys.__stdout__):
-        _leave(common.report_error(KeyboardInterrupt(), command=command, as_json="--json" in sys.argv, debug=False))
+    try:
+        with contextlib.redirect_stdout(sys.__stdout__):
+            _leave(common.report_error(KeyboardInterrupt(), command=command, as_json="--json" in sys.argv, debug=False))
+    except RuntimeError:
+        signal.setitimer(signal.ITIMER_REAL, _MOMENT)
 
 
 def _leave(code: int | None = None) -> None:
