@@ -187,12 +187,19 @@ def test_control_c_is_130_in_one_line(memopt: Memopt, monkeypatch: pytest.Monkey
     assert len(run.err.splitlines()) == 1
 
 
+#: A library whose import catches everything.
+STUBBORN = """\
+import sys, time
+try:
+    print("importing", file=sys.stderr, flush=True)
+    time.sleep(60)
+except BaseException:
+    pass
+"""
+
+
 def test_control_c_ends_an_import_whose_library_catches_everything(tmp_path: Path) -> None:
-    (tmp_path / "stubborn.py").write_text(
-        "import sys, time\n"
-        "try:\n    print('importing', file=sys.stderr, flush=True)\n    time.sleep(60)\n"
-        "except BaseException:\n    pass\n"
-    )
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
     code = (
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from memopt.cli import main, recipes\n"
@@ -215,11 +222,7 @@ def test_control_c_ends_an_import_whose_library_catches_everything(tmp_path: Pat
 
 def test_control_c_in_a_write_to_stderr_is_handled_after_it(tmp_path: Path) -> None:
     """Python refuses to write to a buffered stream while it writes to it."""
-    (tmp_path / "stubborn.py").write_text(
-        "import sys, time\n"
-        "try:\n    print('importing', file=sys.stderr, flush=True)\n    time.sleep(60)\n"
-        "except BaseException:\n    pass\n"
-    )
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
     code = (
         "import io, os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
