@@ -40,6 +40,12 @@ FAST = [
 ]
 
 
+def step_of(name: str, recipe: str | None, checkpointing: Checkpointing, frozen: tuple[str, ...] = ()) -> Step:
+    config = named_config(name)
+    training = Training(2, 64, precision="fp32", checkpointing=checkpointing, cuda_kernels=False, frozen=frozen)
+    return Step(config, training, sites_of(config), load_recipe(recipe) if recipe else None)
+
+
 @pytest.mark.parametrize("pair", FAST, ids=str)
 @pytest.mark.rotates(3)
 def test_the_predicted_peak_is_that_of_a_real_step(pair: Pair) -> None:
@@ -56,9 +62,7 @@ def test_released_gradients_leave_what_they_leave_in_a_real_step(
     name: str, recipe: str | None, checkpointing: Checkpointing
 ) -> None:
     """GPT-2's head is its embedding, whose gradient is complete at the end of backward alone."""
-    config = named_config(name)
-    training = Training(2, 64, precision="fp32", checkpointing=checkpointing, cuda_kernels=False)
-    of = Step(config, training, sites_of(config), load_recipe(recipe) if recipe else None)
+    of = step_of(name, recipe, checkpointing)
     real = RealStep(of, Setup())
     release_gradients(real.optimizer)
     real.run()
@@ -75,9 +79,7 @@ def test_gradients_that_accumulate_take_what_they_take_in_a_real_step(
     name: str, recipe: str | None, checkpointing: Checkpointing
 ) -> None:
     """A later micro-batch adds each gradient to the one that lives already, and frees it."""
-    config = named_config(name)
-    training = Training(2, 64, precision="fp32", checkpointing=checkpointing, cuda_kernels=False)
-    of = Step(config, training, sites_of(config), load_recipe(recipe) if recipe else None)
+    of = step_of(name, recipe, checkpointing)
     real = RealStep(of, setup := Setup(accumulation=3))
     real.run()
     found = predict(of, setup).peak.nbytes
@@ -94,14 +96,12 @@ def test_gradients_that_accumulate_take_what_they_take_in_a_real_step(
 def test_what_is_frozen_takes_what_it_takes_in_a_real_step(
     name: str, frozen: tuple[str, ...], recipe: str | None, checkpointing: Checkpointing
 ) -> None:
-    config = named_config(name)
-    training = Training(2, 64, precision="fp32", checkpointing=checkpointing, cuda_kernels=False, frozen=frozen)
-    of = Step(config, training, sites_of(config), load_recipe(recipe) if recipe else None)
+    of = step_of(name, recipe, checkpointing, frozen)
     real = RealStep(of, Setup())
     real.run()
     found = predict(of).peak.nbytes
     assert found == pytest.approx(real.live_peak(), abs=256)
-    assert found < predict(replace(of, training=replace(training, frozen=()))).peak.nbytes
+    assert found < predict(of.trained(frozen=())).peak.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

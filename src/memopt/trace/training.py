@@ -61,7 +61,7 @@ class Training:
     image_side: int | None = None
     """Height and width of an image in pixels; None for those in the config."""
     frozen: tuple[str, ...] = ()
-    """What full tuning does not train: whole names of modules or parameters, or else parts between dots, where * stands
+    """Modules and parameters that full tuning does not train: whole names, or else parts between dots, where * stands
     for any characters: ``model.visual``, ``layers.[0-7]``, ``*norm*``."""
     modules_to_save: tuple[str, ...] = ()
     """As PEFT's: modules that are trained in full beside the adapters, by the ends of their names."""

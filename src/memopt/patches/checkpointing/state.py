@@ -263,7 +263,7 @@ class RunsTwice:
             self._own = held.settle()
 
     def _arguments_again(self, args: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Those of the second run, by position and by name; PyTorch's checkpoint passes `args`."""
+        """The arguments of the second run, by position and by name; PyTorch's checkpoint passes `args`."""
         given, mine = self._given
         named = {**getattr(self._function, "keywords", {})}
         named |= {name: value.clone() if isinstance(value, Tensor) else copied(value) for name, value in mine.items()}

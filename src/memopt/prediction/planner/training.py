@@ -211,7 +211,7 @@ def _adapters(model: nn.Module, base: nn.Module, sites: Sites) -> Adapters | Non
 
 
 def _frozen(model: nn.Module, stock: nn.Module) -> tuple[str, ...]:
-    """What is frozen in `model` and is in `stock`, built from its config, too: names of modules with nothing that is
+    """The frozen parts of `model` that are in `stock`, built from its config, too: names of modules in which nothing is
     trained, and of parameters outside of them. Empty if nothing is trained, as before adapters are added."""
     known = dict(stock.named_parameters())
     floats = {name: each for name, each in model.named_parameters() if name in known and each.is_floating_point()}
