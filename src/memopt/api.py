@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from memopt.environment.files import user_path
+from memopt.environment.garbage import collected_seldom
 from memopt.environment.generators import generators_kept
 from memopt.environment.partitioned import shape_of
 from memopt.errors import ModelError, NegativeVerdict, RecipeError, first_of
@@ -74,7 +75,7 @@ def patch(
     rules = memory_recipe(recipe)
     _check_values(model)
     planned: list[str] = []
-    with generators_kept():
+    with generators_kept(), collected_seldom():
         if budget is not None:
             rules, *planned = _within(model, budget, rules, batch, seq, run)
         plan = plan_for(model, rules, inputs=inputs)

@@ -20,6 +20,7 @@ from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.emit import RECIPE_FILE, check_kinds, files_of, patched_step
 from memopt.environment.files import patched_folder_at, path_text
+from memopt.environment.garbage import collected_seldom
 from memopt.environment.generators import generators_kept
 from memopt.errors import MemoptError, NegativeVerdict, UsageError, printable
 from memopt.plan.plan import Plan, make_plan
@@ -243,12 +244,14 @@ def report(
 
 
 @generators_kept()
+@collected_seldom()
 def report_on(request: Request, note: Note | None = None, setup: Setup | None = None) -> Comparison:
     """:func:`report` with its arguments as one object, for a device of `setup`."""
     return replace(compare_training(request, setup), sections=report_sections(request, note))
 
 
 @generators_kept()
+@collected_seldom()
 def fit(
     model: str | Path,
     recipe: str | Path | Recipe | None = None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import importlib
 import inspect
 import io
@@ -22,6 +21,7 @@ import typer
 
 import memopt
 from memopt.cli import common
+from memopt.environment.garbage import collect_seldom
 from memopt.errors import StreamError, UsageError
 
 _HELP = "Patch Hugging Face models to fine-tune them in less memory, and prove that they stay the same."
@@ -42,7 +42,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 def run() -> None:
     """Entry point of the console script."""
-    gc.set_threshold(50_000, 20, 100)  # else a sixth of the import time is collections that find nothing
+    collect_seldom()  # else a sixth of the import time is collections that find nothing
     # If stderr is closed, sys.stderr is None, and print(file=None) writes to stdout.
     stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stderr = cast(Any, common.Forgiving(stderr))
