@@ -6,6 +6,5 @@
 `graph` and `calls`: record steps from the autograd graph, and from the functions that a module's forward calls;
 `versions`: tests whether a tensor was changed in place;
 `specs`: for readers whose own autograd function saves the inputs of an expression; they share a recomputed output;
-`memopt.saved`: for all other readers, which save a handle inside a scope;
-`weights`: weights that are the sum of a weight and an adapter's product.
+`memopt.saved`: for all other readers, which save a handle inside a scope.
 """

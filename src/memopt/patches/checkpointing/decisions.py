@@ -1,17 +1,26 @@
-"""The decisions of a block's forward (a router's experts), which its second run repeats."""
+"""The decisions of a block's forward (a router's experts), which its second run repeats; and the states of random
+generators beside PyTorch's own, which no checkpoint function sets back for it: Python's and NumPy's, and generators
+that modules hold as attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _READS = frozenset({Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__})
 #: A decision has at most 1 / _PART of the elements of the block's input: a mask of all hidden states is none.
 _PART = 16
+#: How to read the state of a generator, and how to set it.
+Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 class Decisions(TorchFunctionMode):
@@ -69,3 +78,40 @@ def _kept(result: Any) -> Any:
     if not isinstance(result, Tensor):
         return tuple(map(_kept, result)) if isinstance(result, tuple) else result
     return result.detach().to(torch.int32) if result.dtype == torch.int64 else result.detach().clone()
+
+
+def generators_of(modules: Iterable[nn.Module]) -> list[Generator]:
+    """Python's and NumPy's generators, and those that `modules` hold."""
+    held = {id(value): value for module in modules for value in vars(module).values()}
+    found = [_state_of(value) for value in held.values()]
+    return [(random.getstate, random.setstate), (np.random.get_state, np.random.set_state), *filter(None, found)]
+
+
+def drew_from(generators: Sequence[Generator], before: Sequence[Any]) -> list[Generator]:
+    """The members of `generators` that are no longer in the states `before`."""
+    pairs = zip(generators, before, strict=True)
+    return [each for each, state in pairs if pickle.dumps(each[0]()) != pickle.dumps(state)]
+
+
+@contextmanager
+def in_states(generators: Sequence[Generator], states: Sequence[Any]) -> Iterator[None]:
+    """Inside, `generators` go on from `states`; afterwards from where they were."""
+    now = [read() for read, _ in generators]
+    try:
+        for (_, write), state in zip(generators, states, strict=True):
+            write(state)
+        yield
+    finally:
+        for (_, write), state in zip(generators, now, strict=True):
+            write(state)
+
+
+def _state_of(value: Any) -> Generator | None:
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
+        return value.get_state, value.set_state
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return None

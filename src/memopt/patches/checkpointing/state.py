@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.patches.checkpointing.decisions import Decisions
+from memopt.patches.checkpointing.decisions import Decisions, Generator, drew_from, generators_of, in_states
 from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention
-from memopt.patches.generators import Generator, drew_from, generators_of, in_states
 from memopt.patches.rerun import (
     ABSENT,
     CONTAINERS,

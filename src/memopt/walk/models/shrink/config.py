@@ -26,9 +26,8 @@ from memopt.walk.models.config import (
     one_line,
     standard_name,
 )
-from memopt.walk.models.shrink.depth import MAX_DEPTH, cut_depth, with_depth
+from memopt.walk.models.shrink.depth import MAX_DEPTH, cut_depth, cut_tower, is_tower, with_depth
 from memopt.walk.models.shrink.rest import cut_rest
-from memopt.walk.models.shrink.towers import cut_tower, is_tower
 from memopt.walk.models.shrink.width import decide_widths, fit_rotary, scale_widths
 
 MAX_PARAMETERS = 30_000_000

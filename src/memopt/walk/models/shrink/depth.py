@@ -1,20 +1,25 @@
 """Reduces the layers in a config to as many as show each kind of layer of the built model.
 
-The first n layers are kept, so that every remaining name means the same layer as before.
+The first n layers are kept, so that every remaining name means the same layer as before. Towers that another library
+builds (timm's models in transformers, by name, with `model_args`) get fewer layers by the arguments of that library.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import re
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig
 
 from memopt.errors import ModelError
 from memopt.walk.models.build import instantiate
 from memopt.walk.models.config import config_nodes, integer_fields, is_integer, standard_name
+from memopt.walk.models.shrink.width import MAX_HEAD_DIM, MAX_HEADS
 
 MIN_DEPTH = 2
 MAX_DEPTH = 12
@@ -23,6 +28,14 @@ MAX_DEPTH = 12
 _DEPTH = re.compile(r"(num_|n_)?((en|de)coder_)?(num_)?(hidden_)?(layers?|depth)")
 _LAYER_COUNT = re.compile(r".*_layers")
 _LAYER_INDICES = re.compile(r".*(_layers|_indices|_indexes|_idx|_layer_ids)")
+#: Arguments that make one kind of model or another smaller: the first layers of every stage, of which most models have
+#: four; those with five would build with four, too, and not run.
+_SMALLER: tuple[dict[str, Any], ...] = (
+    {"depth": MIN_DEPTH},
+    *({name: (1,) * stages} for name in ("depths", "layers") for stages in (5, 4)),
+    {"channel_multiplier": 0.25},
+)
+_NARROW = {"depth": MIN_DEPTH, "embed_dim": MAX_HEADS * MAX_HEAD_DIM, "num_heads": MAX_HEADS}
 
 
 def cut_depth(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -125,3 +138,35 @@ def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
         for name, value in sorted(vars(module).items())
         if isinstance(value, str | bool | int | None) and name != "training"
     )
+
+
+def is_tower(node: PreTrainedConfig) -> bool:
+    """Whether `node` names a model of another library, whose widths its fields repeat."""
+    return isinstance(vars(node).get("architecture"), str) and "model_args" in vars(node)
+
+
+def cut_tower(node: PreTrainedConfig) -> None:
+    """Give `node`, in place, the first `model_args` of few layers that its library takes, if it takes any."""
+    node.model_args = json.loads(_cut(node.to_json_string(use_diff=False)))
+
+
+@functools.cache
+def _cut(text: str) -> str:
+    """The new ``model_args`` of the config in `text`, both as JSON."""
+    settings = json.loads(text)
+    given = settings["model_args"] or {}
+    choices = [{**given, **smaller} for smaller in _SMALLER]
+    if {"embed_dim", "depth"} <= given.keys():  # the rest of the model reads the width here
+        choices.insert(0, {**given, **_NARROW})
+    return json.dumps(next((choice for choice in choices if _builds(settings, choice)), given))
+
+
+def _builds(settings: dict[str, Any], arguments: dict[str, Any]) -> bool:
+    try:
+        with torch.device("meta"):
+            AutoModel.from_config(
+                CONFIG_MAPPING[settings["model_type"]].from_dict({**settings, "model_args": arguments})
+            )
+    except Exception:  # a library may raise anything for arguments that it does not know
+        return False
+    return True
