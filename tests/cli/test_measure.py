@@ -104,7 +104,7 @@ def test_a_script_that_measures_is_not_run_again(tmp_path: Path) -> None:
         "import dataclasses\n"
         "from memopt.errors import ModelError\n"
         "from memopt.prediction.measure import measure\n"
-        "from memopt.trace.subject import step_of\n"
+        "from memopt.prediction.subject import step_of\n"
         "from memopt.trace.training import Request\n"
         f"of = step_of(Request({str(tmp_path)!r}, precision='fp32', seq=8)).stock\n"
         "print(measure(of).device)\n"

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction
-from memopt.torch_compat import call_its_backward
+from memopt.torch_compat import DirectFunction, call_its_backward
 from tests.mutation.site import Site, replaced
 
 Gradients = tuple[Any, ...]

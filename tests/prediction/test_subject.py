@@ -13,7 +13,7 @@ from torch import nn
 import memopt
 from memopt.pipeline import patch_checkpoint
 from memopt.plan.recipe import load_recipe
-from memopt.trace.subject import chosen_recipe, code_of, step_of
+from memopt.prediction.subject import chosen_recipe, code_of, step_of
 from memopt.trace.training import Precision, Request
 from tests.factories import tiny_model
 

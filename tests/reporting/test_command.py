@@ -183,7 +183,7 @@ def test_without_peft_a_report_for_lora_builds_nothing(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
-    monkeypatch.setattr("memopt.trace.subject.build_meta", lambda config: pytest.fail("a model was built"))
+    monkeypatch.setattr("memopt.prediction.subject.build_meta", lambda config: pytest.fail("a model was built"))
     with pytest.raises(ModelError, match="needs peft"):
         ask(Request(llama, train="lora"))
 

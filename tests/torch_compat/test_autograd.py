@@ -137,6 +137,18 @@ def test_autograd_does_not_read_whether_a_function_has_a_vjp() -> None:
         Asked.apply(x).sum().backward()
 
 
+def test_a_direct_function_saves_its_tensors_from_its_own_code() -> None:
+    class Direct(torch_compat.DirectFunction):
+        forward, backward = _Square.forward, _Square.backward
+
+    x, codes = leaf(), list[Any]()
+    with saved_tensors_hooks(lambda tensor: codes.append(sys._getframe(1).f_code) or tensor.detach(), _unpack):
+        y = Direct.apply(x)
+    y.sum().backward()
+    assert codes == [torch_compat.DIRECT_APPLY]
+    assert torch.equal(x.grad, 2 * x)  # type: ignore[arg-type]
+
+
 def test_input_metadata_tell_dtype_and_shape_of_an_output() -> None:
     assert torch_compat.input_metadata is not None
     y = leaf(2, 3).to(torch.float64)

@@ -13,8 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import memopt
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
+from memopt.prediction.subject import step_of
 from memopt.trace.events import Storage, Trace, peak_of
-from memopt.trace.subject import step_of
 from memopt.trace.trace import trace, trace_account
 from memopt.trace.training import Request, Step, Training
 from tests.trace.builders import named_config, sites_of

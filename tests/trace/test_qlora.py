@@ -12,10 +12,10 @@ import transformers
 from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
+from memopt.prediction.subject import step_of
 from memopt.torch_compat import FakeTensorMode
 from memopt.trace.estimate import build_trained
 from memopt.trace.fake import make_fake
-from memopt.trace.subject import step_of
 from memopt.trace.trace import parameters_of, trace_account
 from memopt.trace.training import Request, Step, Train, Training
 from memopt.walk.sites import Sites

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from memopt.plan.recipe import load_recipe
+from memopt.prediction.subject import reads_tokens
 from memopt.torch_compat import FakeTensorMode
 from memopt.trace.arguments import example_of
-from memopt.trace.subject import reads_tokens
 from memopt.trace.trace import trace
 from memopt.trace.tracer import Tracer, _form
 from memopt.trace.training import Step, Training

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import benchmarks.prediction as benchmark
 import memopt
 from memopt.prediction.peak import predict
+from memopt.prediction.subject import step_of
 from memopt.trace.account import account
-from memopt.trace.subject import step_of
 from memopt.trace.trace import trace_account
 from memopt.trace.training import Precision, Request
 from tests.factories import tiny_inputs, tiny_model

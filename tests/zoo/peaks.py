@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.prediction.subject import reads_tokens
 from memopt.trace.estimate import max_positions, quiet, traced
 from memopt.trace.events import Activations
-from memopt.trace.subject import reads_tokens
 from memopt.trace.timeline import record
 from memopt.trace.trace import activations
 from memopt.trace.training import Precision, Step, Training

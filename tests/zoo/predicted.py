@@ -19,9 +19,9 @@ from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.prediction.measure import RealStep
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
+from memopt.prediction.subject import reads_tokens
 from memopt.trace.account import Account, account
 from memopt.trace.estimate import quiet
-from memopt.trace.subject import reads_tokens
 from memopt.trace.trace import trace_account
 from memopt.trace.training import Precision, Step, Training
 from memopt.walk.models.build import build_meta

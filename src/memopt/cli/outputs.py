@@ -189,7 +189,7 @@ def _check_expressible(request: Request, setup: Setup, emit: Sequence[str]) -> N
 
 def _say_overridden(request: Request, planned: Recipe) -> None:
     """Print a note for each key of --set to which the plan gives another value."""
-    from memopt.trace.subject import chosen_recipe
+    from memopt.prediction.subject import chosen_recipe
 
     given, changed = (recipe.model_dump(mode="json") for recipe in (chosen_recipe(request), planned))
     for key in dict.fromkeys(each.partition("=")[0] for each in request.overrides):

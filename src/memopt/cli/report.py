@@ -240,7 +240,7 @@ def _show_measured(request: Request, setup: Setup, *, json_output: bool) -> int:
     """Predict and run a step of the stock and of the patched model, and print both."""
     with common.only_results_on_stdout(), common.waiting("Running real steps"):
         from memopt.prediction.measure import check_measurable, compare
-        from memopt.trace.subject import step_of
+        from memopt.prediction.subject import step_of
 
         check_measurable(setup)
         of = step_of(request)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.patches.swap import is_watched, original_class
 from memopt.recompute.versions import changed_in_place, versions_of
-from memopt.torch_compat import hook_flags, kernels_of_attention, module_hooks, no_dispatch
+from memopt.torch_compat import DirectFunction, hook_flags, kernels_of_attention, module_hooks, no_dispatch
 
 #: Attributes that a module's forward depends on beside its tensors: train mode, and PEFT's active adapters and scales.
 MODES = ("training", "_active_adapter", "_disable_adapters", "scaling")

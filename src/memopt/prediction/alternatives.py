@@ -17,9 +17,9 @@ from memopt.prediction.largest import MOST_ROWS, Scaled, largest
 from memopt.prediction.peak import MATTERS, Prediction, attention_remedy, combine, is_mask
 from memopt.prediction.setup import GIB, Optimizer, Setup
 from memopt.prediction.sharding import step_of_device
+from memopt.prediction.subject import code_of, subject_of
 from memopt.trace.estimate import has_table_of_positions, max_positions
 from memopt.trace.events import Trace
-from memopt.trace.subject import code_of, subject_of
 from memopt.trace.tracer import Tracer, trace_ahead
 from memopt.trace.training import Checkpointing, Request, Step, Train, Training, has_16_bits
 from memopt.walk.models.build import build_meta

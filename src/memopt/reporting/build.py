@@ -14,8 +14,8 @@ from memopt.errors import InputsError, MemoptError, ModelError
 from memopt.plan.plan import Plan, make_plan
 from memopt.prediction.setup import Setup
 from memopt.prediction.sharding import step_of_device
+from memopt.prediction.subject import Subject, default_seq, reads_tokens, subject_of
 from memopt.reporting.compare import Comparison
-from memopt.trace.subject import Subject, default_seq, reads_tokens, subject_of
 from memopt.trace.trace import trace_account
 from memopt.trace.training import Request, Step, Training
 from memopt.walk.calls.batch import Batch, describe

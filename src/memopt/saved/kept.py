@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
 
-from memopt.kernels.base.autograd import DIRECT_APPLY
 from memopt.recompute.versions import check_version
 from memopt.saved.handles import remaking
+from memopt.torch_compat import DIRECT_APPLY
 
 
 class Kept:

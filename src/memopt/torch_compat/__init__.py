@@ -41,7 +41,9 @@ from memopt.torch_compat.autograd import (
 )
 from memopt.torch_compat.compiling import eagerly, keep_result, partition_traced_graph
 from memopt.torch_compat.dispatch import (
+    DIRECT_APPLY,
     PLAIN_TYPES,
+    DirectFunction,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,

@@ -6,14 +6,17 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionMeta
 from torch.nn.attention import SDPBackend
 
 from memopt.errors import MemoptError
+from memopt.torch_compat.autograd import call_its_backward
 from memopt.torch_compat.lookup import find, is_found
 
 _NO_WALK = "memopt cannot observe a model, so nothing can be patched or reported"
@@ -239,6 +242,30 @@ kernels_of_attention: Callable[..., list[SDPBackend] | None] = find(
     "a checkpointed block runs again with other kernels of attention than sdpa_kernel allowed its forward",
 )
 """The kernels that ``F.scaled_dot_product_attention`` may run here, in their order; None if they are not known."""
+
+
+class _Direct(FunctionMeta):
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)  # type: ignore[no-untyped-call]
+        call_its_backward(cls)
+        cls._apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+
+
+class DirectFunction(torch.autograd.Function, metaclass=_Direct):
+    """An autograd function whose `apply` does not check for function transforms (`torch.func`).
+
+    That check is half the cost of applying a function. Patched modules make it themselves, and run stock under a
+    transform. Backward also does not test whether the function has `backward` or `vjp`.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return cls._apply(*args)
+
+
+#: The code that runs while such a function saves its tensors.
+DIRECT_APPLY: CodeType = DirectFunction.apply.__func__.__code__  # type: ignore[attr-defined]
+
 
 # -- tensors without memory -----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from memopt.patches.capabilities import Checks, Reports, Section
 from memopt.patches.registry import having
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import Recipe
-from memopt.trace.subject import chosen_recipe
+from memopt.prediction.subject import chosen_recipe
 from memopt.trace.training import Request
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import (

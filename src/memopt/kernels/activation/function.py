@@ -19,19 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import (
-    DirectFunction,
-    autocast_as,
-    autocast_dtype,
-    may_be_overwritten,
-    refuse_double_backward,
-)
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype, may_be_overwritten, refuse_double_backward
 from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.base.pieces import elementwise
 from memopt.kernels.base.rows import laid_out_like
 from memopt.kernels.base.saved_inputs import SavedInputsFunction, Steps
 from memopt.recompute.rules import ELEMENTWISE, register_operator
 from memopt.recompute.specs import Recomputed, attach_spec
+from memopt.torch_compat import DirectFunction
 from memopt.torch_compat.activations import ACTIVATIONS, Elementwise
 
 #: (dtype of the input, dtype of autocast) -> dtype of the output.

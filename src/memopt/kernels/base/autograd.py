@@ -6,16 +6,13 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionMeta
 
 from memopt.torch_compat import (
     any_autocast_enabled,
-    call_its_backward,
     checkpointing_hook,
     current_graph_task_id,
     is_legacy_batched,
@@ -25,29 +22,6 @@ from memopt.torch_compat import (
 )
 
 R = TypeVar("R")
-
-
-class _Direct(FunctionMeta):
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
-        super().__init__(name, bases, namespace)  # type: ignore[no-untyped-call]
-        call_its_backward(cls)
-        cls._apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
-
-
-class DirectFunction(torch.autograd.Function, metaclass=_Direct):
-    """An autograd function whose `apply` does not check for function transforms (`torch.func`).
-
-    That check is half the cost of applying a function. Patched modules make it themselves, and run stock under a
-    transform. Backward also does not test whether the function has `backward` or `vjp`.
-    """
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        return cls._apply(*args)
-
-
-#: The code that runs while such a function saves its tensors.
-DIRECT_APPLY: CodeType = DirectFunction.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, are_from_checkpoint, is_largest_yet, refuse_double_backward
+from memopt.kernels.base.autograd import are_from_checkpoint, is_largest_yet, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
 from memopt.recompute.specs import Recompute, Recomputed
+from memopt.torch_compat import DirectFunction
 
 
 class Steps(NamedTuple):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_as
+from memopt.kernels.base.autograd import autocast_as
+from memopt.torch_compat import DirectFunction
 
 
 class Settings(NamedTuple):

@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_dtype, refuse_double_backward, without_autocast
+from memopt.kernels.base.autograd import autocast_dtype, refuse_double_backward, without_autocast
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.linear.function import computed, input_gradient, is_plain, to_be_computed, weight_gradient
 from memopt.recompute.specs import RecomputeSpec, is_under_foreign_hooks, shared_cast, spec_of
-from memopt.torch_compat import is_selectively_checkpointed, is_transformed
+from memopt.torch_compat import DirectFunction, is_selectively_checkpointed, is_transformed
 
 #: Bytes of a piece; most pieces; and a tile of a product, of which the rows or columns of a piece are a multiple.
 PIECE, PIECES, TILE = 3 * 2**22, 12, 128

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.kernels.base.autograd import (
-    DirectFunction,
     are_from_checkpoint,
     autocast_dtype,
     not_a_view,
@@ -37,6 +36,7 @@ from memopt.recompute.rules import LINEAR, register_operator
 from memopt.recompute.specs import Differentiate, Recompute, Recomputed, RecomputeSpec, spec_of
 from memopt.torch_compat import (
     PLAIN_TYPES,
+    DirectFunction,
     any_autocast_enabled,
     checkpointing_hook,
     current_graph_task_id,

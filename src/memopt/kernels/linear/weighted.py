@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward, without_autocast
+from memopt.kernels.base.autograd import refuse_double_backward, without_autocast
 from memopt.recompute.specs import RecomputeSpec
 from memopt.recompute.versions import Noted
-from memopt.torch_compat import checkpointing_hook, grouped_mm
+from memopt.torch_compat import DirectFunction, checkpointing_hook, grouped_mm
 
 
 @dataclass(frozen=True)

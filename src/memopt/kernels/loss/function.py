@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.kernels.base.autograd import (
-    DirectFunction,
     accumulation_dtype,
     autocast_as,
     batched_gradients,
@@ -22,6 +21,7 @@ from memopt.kernels.base.autograd import (
 )
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.loss.reference import LossArguments, RowFactors, block_gradient, losses_of, update_statistics
+from memopt.torch_compat import DirectFunction
 
 Reduction = Literal["none", "mean", "sum"]
 

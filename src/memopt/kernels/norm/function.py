@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
+from memopt.kernels.base.autograd import refuse_double_backward
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.reference import NormArguments, NormSpec, affine, norm_backward, normalize
 from memopt.recompute.rules import NORMALISED, register_operator
 from memopt.recompute.specs import Recompute, Recomputed, attach_spec
+from memopt.torch_compat import DirectFunction
 
 __all__ = ["NormArguments", "NormSpec", "affine", "ms_norm", "norm_backward", "normalize"]
 

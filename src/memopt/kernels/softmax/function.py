@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, is_batched, refuse_double_backward
+from memopt.kernels.base.autograd import autocast_as, is_batched, refuse_double_backward
 from memopt.kernels.base.pieces import elementwise
 from memopt.recompute.rules import PROBABILITIES, Node, recomputable
 from memopt.recompute.specs import Recomputed
+from memopt.torch_compat import DirectFunction
 
 #: compute(read) -> the softmax's input
 Compute = Callable[[Sequence[Tensor]], Tensor]

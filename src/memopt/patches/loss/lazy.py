@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from memopt.environment.partitioned import fetch_before
-from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
+from memopt.kernels.base.autograd import refuse_double_backward
 from memopt.patches.loss.checkpointed import Around
 from memopt.patches.loss.kept import note_backward, wait
 from memopt.patches.loss.memory import (
@@ -40,7 +40,15 @@ from memopt.patches.loss.memory import (
     writes,
 )
 from memopt.patches.loss.source import Source, note
-from memopt.torch_compat import checkpointing_hook, eagerly, tensor_hooks_slot, tree_leaves, tree_map, wrapper
+from memopt.torch_compat import (
+    DirectFunction,
+    checkpointing_hook,
+    eagerly,
+    tensor_hooks_slot,
+    tree_leaves,
+    tree_map,
+    wrapper,
+)
 
 #: A function of PyTorch -> the handler that runs it on uncomputed logits, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}

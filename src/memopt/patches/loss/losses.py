@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import (
-    DirectFunction,
     accumulation_dtype,
     as_leaf,
     autocast_as,
@@ -49,7 +48,7 @@ from memopt.kernels.loss.function import (
 from memopt.kernels.loss.reference import losses_of
 from memopt.patches.loss.plain import Plain, add_product_, sums_of
 from memopt.patches.loss.source import Source, run
-from memopt.torch_compat import is_checkpointed_region, without_foreign_hooks
+from memopt.torch_compat import DirectFunction, is_checkpointed_region, without_foreign_hooks
 
 _waiting: WeakKeyDictionary[nn.Module, weakref.ref[_Waits]] = WeakKeyDictionary()
 """Head -> what the backward of its last loss ends, if that keeps a gradient of the head's weight."""

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction
 from memopt.patches.loss.source import Source
-from memopt.torch_compat import no_dispatch, storage_id
+from memopt.torch_compat import DirectFunction, no_dispatch, storage_id
 
 if TYPE_CHECKING:
     from memopt.patches.loss.lazy import LazyLogits

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import (
-    DirectFunction,
     accumulation_dtype,
     as_leaf,
     batched_gradients,
@@ -26,7 +25,7 @@ from memopt.kernels.base.autograd import (
 )
 from memopt.kernels.base.device import runs_triton
 from memopt.patches.loss.source import Source
-from memopt.torch_compat import FakeTensor, without_foreign_hooks
+from memopt.torch_compat import DirectFunction, FakeTensor, without_foreign_hooks
 
 #: Least bytes of a chunk. A chunk takes as many bytes as the head's input, so that the loss takes no more than one more
 #: activation; with fewer bytes than these, a product would have hardly any rows.

@@ -25,10 +25,10 @@ from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Run, Setup
 from memopt.prediction.sharding import step_of_device
+from memopt.prediction.subject import default_seq, reads_tokens, step_of
 from memopt.trace.arguments import DTYPES, PRECISIONS
 from memopt.trace.events import Parameter, Trace
 from memopt.trace.quantised import quantisation_of
-from memopt.trace.subject import default_seq, reads_tokens, step_of
 from memopt.trace.trace import parameters_of
 from memopt.trace.tracer import Tracer, trace_ahead
 from memopt.trace.training import ALL_LINEAR, Adapters, Precision, Request, Step, Training, has_16_bits
