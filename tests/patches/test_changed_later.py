@@ -143,24 +143,28 @@ def norm_site(module: nn.Module) -> NormSite:
     )
 
 
-def patch_a_norm(module: nn.Module) -> None:
-    patch_norm(module, norm_site(module), folded=False)
+#: Patches a module.
+Patch = Callable[[nn.Module], object]
 
 
-def patch_a_folded_norm(module: nn.Module) -> None:
-    patch_norm(module, norm_site(module), folded=True)
+def a_norm(module: nn.Module, folded: bool = False) -> Patch:
+    site = norm_site(module)
+    return lambda each: patch_norm(each, site, folded=folded)
 
 
-def patch_an_activation(module: nn.Module) -> None:
+def an_activation(module: nn.Module) -> Patch:
     probe = probe_activation(module)
     assert probe is not None
-    patch_activation(module, ActivationSite("", probe.kind, True, probe.operations))
+    site = ActivationSite("", probe.kind, True, probe.operations)
+    return lambda each: patch_activation(each, site)
 
 
-def patch_an_mlp(module: nn.Module, kind: str, gate: str, up: str, down: str) -> None:
+def an_mlp(
+    module: nn.Module, kind: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Patch:
     site = with_form(module, GatedMLPSite("", kind, *(f"{name}.weight" for name in (gate, up, down))))
     assert site.form is not None
-    patch_gated_mlp(module, site, ScopeRewrite(frozenset()))
+    return lambda each: patch_gated_mlp(each, site, ScopeRewrite(frozenset()))
 
 
 def patch_an_adapted_linear(module: nn.Module) -> None:
@@ -168,11 +172,16 @@ def patch_an_adapted_linear(module: nn.Module) -> None:
     swap_forward(module, run_adapted, AdaptedRewrite())
 
 
-def patch_a_sum_norm(module: nn.Module) -> None:
-    sites = Sites("M", "m", norms=(dataclasses.replace(norm_site(module.norm), name="a.norm"),))
+def a_sum_norm(module: nn.Module) -> Patch:
+    norm = norm_site(module.norm)
+    sites = Sites("M", "m", norms=(dataclasses.replace(norm, name="a.norm"),))
     (site,) = sum_norm_probe.find(nn.ModuleDict({"a": module}), sites)
-    patch_a_norm(module.norm)
-    sum_norms.patch_sum_norm(module, site, None)
+
+    def patch(each: nn.Module) -> None:
+        patch_norm(each.norm, norm, folded=False)
+        sum_norms.patch_sum_norm(each, site, None)
+
+    return patch
 
 
 def adapted() -> nn.Module:
@@ -189,36 +198,36 @@ def mlp(name: str) -> nn.Module:
     return Phi3MLP(Phi3Config(**sizes)) if name == "phi3" else GemmaMLP(GemmaConfig(**sizes))
 
 
-Kind = tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]
-_two = functools.partial(patch_an_mlp, gate="gate_proj", up="up_proj", down="down_proj")
+#: How to make a module, and how to find the patch of all that are made so: that runs the module many times.
+Kind = tuple[Callable[[], nn.Module], Callable[[nn.Module], Patch]]
 KINDS: dict[str, Kind] = {
-    "layer norm": (lambda: nn.LayerNorm(WIDTH, eps=1e-3), patch_a_norm),
-    "layer norm without bias": (lambda: nn.LayerNorm(WIDTH, eps=1e-3, bias=False), patch_a_norm),
-    "layer norm without affine": (lambda: nn.LayerNorm(WIDTH, eps=1e-3, elementwise_affine=False), patch_a_norm),
-    "rms norm": (lambda: nn.RMSNorm(WIDTH, eps=1e-3), patch_a_norm),
-    "rms norm of machine eps": (lambda: nn.RMSNorm(WIDTH), patch_a_norm),
-    "llama's norm": (lambda: LlamaRMSNorm(WIDTH, eps=1e-3), patch_a_norm),
-    "gemma's norm": (lambda: GemmaRMSNorm(WIDTH, eps=1e-3), patch_a_norm),
-    "configured norm": (ConfiguredNorm, patch_a_norm),
-    "folded norm": (lambda: nn.LayerNorm(WIDTH, eps=1e-3), patch_a_folded_norm),
-    "sum norm": (SumNorm, patch_a_sum_norm),
-    "llama's MLP": (lambda: mlp("llama"), lambda module: _two(module, "silu")),
-    "gemma's MLP": (lambda: mlp("gemma"), lambda module: _two(module, "gelu_tanh")),
-    "phi3's MLP": (lambda: mlp("phi3"), lambda m: patch_an_mlp(m, "silu", "gate_up_proj", "gate_up_proj", "down_proj")),
-    "t5's MLP": (lambda: mlp("t5"), lambda module: patch_an_mlp(module, "gelu_tanh", "wi_0", "wi_1", "wo")),
-    "own MLP": (OwnMLP, lambda module: patch_an_mlp(module, "silu", "gate", "up", "down")),
-    "gelu_new": (lambda: ACT2FN["gelu_new"], patch_an_activation),
-    "quick_gelu": (lambda: ACT2FN["quick_gelu"], patch_an_activation),
-    "gelu": (lambda: nn.GELU(approximate="tanh"), patch_an_activation),
-    "leaky relu": (lambda: nn.LeakyReLU(0.2), patch_an_activation),
-    "Conv1D": (lambda: Conv1D(8, WIDTH), patch_linear),
-    "scaled linear": (ScaledLinear, patch_linear),
-    "linear": (lambda: nn.Linear(WIDTH, 8), patch_linear),
-    "adapted linear": (adapted, patch_an_adapted_linear),
-    "snake": (Snake, lambda module: patch_replay(module)),
-    "gated norm": (GatedNorm, lambda module: patch_replay(module)),
-    "group norm": (lambda: nn.GroupNorm(1, 7, eps=1e-3), lambda module: patch_replay(module)),
-    "convolution": (lambda: nn.Conv1d(7, 6, 3, padding=1), convolutions.patch_convolution),
+    "layer norm": (lambda: nn.LayerNorm(WIDTH, eps=1e-3), a_norm),
+    "layer norm without bias": (lambda: nn.LayerNorm(WIDTH, eps=1e-3, bias=False), a_norm),
+    "layer norm without affine": (lambda: nn.LayerNorm(WIDTH, eps=1e-3, elementwise_affine=False), a_norm),
+    "rms norm": (lambda: nn.RMSNorm(WIDTH, eps=1e-3), a_norm),
+    "rms norm of machine eps": (lambda: nn.RMSNorm(WIDTH), a_norm),
+    "llama's norm": (lambda: LlamaRMSNorm(WIDTH, eps=1e-3), a_norm),
+    "gemma's norm": (lambda: GemmaRMSNorm(WIDTH, eps=1e-3), a_norm),
+    "configured norm": (ConfiguredNorm, a_norm),
+    "folded norm": (lambda: nn.LayerNorm(WIDTH, eps=1e-3), lambda module: a_norm(module, folded=True)),
+    "sum norm": (SumNorm, a_sum_norm),
+    "llama's MLP": (lambda: mlp("llama"), lambda module: an_mlp(module, "silu")),
+    "gemma's MLP": (lambda: mlp("gemma"), lambda module: an_mlp(module, "gelu_tanh")),
+    "phi3's MLP": (lambda: mlp("phi3"), lambda module: an_mlp(module, "silu", "gate_up_proj", "gate_up_proj")),
+    "t5's MLP": (lambda: mlp("t5"), lambda module: an_mlp(module, "gelu_tanh", "wi_0", "wi_1", "wo")),
+    "own MLP": (OwnMLP, lambda module: an_mlp(module, "silu", "gate", "up", "down")),
+    "gelu_new": (lambda: ACT2FN["gelu_new"], an_activation),
+    "quick_gelu": (lambda: ACT2FN["quick_gelu"], an_activation),
+    "gelu": (lambda: nn.GELU(approximate="tanh"), an_activation),
+    "leaky relu": (lambda: nn.LeakyReLU(0.2), an_activation),
+    "Conv1D": (lambda: Conv1D(8, WIDTH), lambda _: patch_linear),
+    "scaled linear": (ScaledLinear, lambda _: patch_linear),
+    "linear": (lambda: nn.Linear(WIDTH, 8), lambda _: patch_linear),
+    "adapted linear": (adapted, lambda _: patch_an_adapted_linear),
+    "snake": (Snake, lambda _: patch_replay),
+    "gated norm": (GatedNorm, lambda _: patch_replay),
+    "group norm": (lambda: nn.GroupNorm(1, 7, eps=1e-3), lambda _: patch_replay),
+    "convolution": (lambda: nn.Conv1d(7, 6, 3, padding=1), lambda _: convolutions.patch_convolution),
 }
 
 
@@ -350,6 +359,10 @@ def made(kind: str) -> nn.Module:
     return module
 
 
+def patch_a(kind: str, module: nn.Module) -> None:
+    KINDS[kind][1](module)(module)
+
+
 def results(module: nn.Module, change: Callable[[nn.Module], None]) -> list[Tensor] | str:
     """Output and all gradients after `change`, by the names of their leaves, or the error."""
     change(module)
@@ -385,7 +398,8 @@ def off(ours: list[Tensor] | str, theirs: list[Tensor] | str) -> str | None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.rotates(3)
 def test_every_change_has_the_effect_that_it_has_on_the_stock_module(kind: str) -> None:
-    _, patch = KINDS[kind]
+    _, find = KINDS[kind]
+    patch = find(made(kind))
     untouched, effective, wrong = results(made(kind), lambda _: None), 0, []
     for what, change in changes(made(kind)):
         if kind == "folded norm" and what.endswith("pruned"):
@@ -405,7 +419,7 @@ def test_every_change_has_the_effect_that_it_has_on_the_stock_module(kind: str) 
 @pytest.mark.parametrize("kind", ["layer norm", "gemma's norm", "configured norm", "llama's MLP", "own MLP", "snake"])
 def test_a_copy_and_a_moved_module_are_still_as_patched(kind: str) -> None:
     module = made(kind)
-    KINDS[kind][1](module)
+    patch_a(kind, module)
     module.new_attribute, module.training = 3, False
     copies = [module, copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
     assert all(map(is_as_patched, [*copies, module.to(torch.float64), copy.deepcopy(module).to(torch.bfloat16)]))
@@ -416,7 +430,7 @@ def test_a_copy_and_a_moved_module_are_still_as_patched(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gemma's norm", "configured norm", "llama's MLP", "linear", "adapted linear"])
 def test_a_change_of_a_class_counts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, patched = made(kind), made(kind)
-    KINDS[kind][1](patched)
+    patch_a(kind, patched)
     untouched = results(made(kind), lambda _: None)
     method, cls = {
         "gemma's norm": ("_norm", GemmaRMSNorm),
@@ -432,14 +446,14 @@ def test_a_change_of_a_class_counts(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_down_of_an_mlp_is_called_where_all_linears_have_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, patched, own = made("llama's MLP"), made("llama's MLP"), nn.Linear.forward
-    KINDS["llama's MLP"][1](patched)
+    patch_a("llama's MLP", patched)
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: own(self, x) * 2)
     assert off(results(patched, lambda _: None), results(stock, lambda _: None)) is None
 
 
 def test_a_change_between_forward_and_backward_of_a_replayed_module_comes_too_late() -> None:
     stock, patched = made("gated norm"), made("gated norm")
-    KINDS["gated norm"][1](patched)
+    patch_a("gated norm", patched)
     gradients = []
     for module in (stock, patched):
         x = torch.full((2, WIDTH), 0.1).requires_grad_()
@@ -516,7 +530,7 @@ class HoldingNorm(nn.Module):
 def test_what_is_changed_inside_of_what_a_module_holds_counts(holder: str) -> None:
     make, read, change = HOLDERS[holder]
     untouched, stock, patched = (HoldingNorm(make(), read).train() for _ in range(3))
-    patch_a_norm(patched)
+    a_norm(patched)(patched)
     expected = results(stock, lambda module: change(module.held))
     assert is_as_patched(patched)
     assert off(expected, results(untouched, lambda _: None)) is not None
@@ -548,7 +562,7 @@ def test_what_other_inputs_and_modes_read_counts(takes_other: Callable[[nn.Modul
         module.eval()
 
     untouched, stock, patched = (Branching().train() for _ in range(3))
-    patch_a_norm(patched)
+    a_norm(patched)(patched)
     expected = results(stock, change)
     assert off(expected, results(untouched, lambda _: None)) is not None
     assert off(results(patched, change), expected) is None
@@ -570,7 +584,7 @@ def test_a_head_reads_its_attributes_at_each_call() -> None:
 
 def test_a_changed_attribute_that_has_its_value_again_is_none() -> None:
     module = made("llama's norm")
-    patch_a_norm(module)
+    a_norm(module)(module)
     x = torch.randn(2, WIDTH, requires_grad=True)
     eps, module.variance_epsilon = module.variance_epsilon, 1.0
     stock = module(x).grad_fn.name()
