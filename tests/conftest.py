@@ -86,13 +86,13 @@ def every_document_fits_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "as_json", checked)
 
 
-#: Folders whose tests are about the walk, so that each of them walks for itself unless it is marked.
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The CPU time of the run, in one line: this process and all that it waited for, workers included. Code that
     `tests.support.processes` runs is not in it: another process starts it."""
     terminalreporter.write_line(f"{sum(os.times()[:4]):.0f} CPU seconds")
 
 
+#: Folders whose tests are about the walk, so that each of them walks for itself unless it is marked.
 _WALKING = {"walk", "zoo"}
 _WALKS = pytest.StashKey[Walks]()
 _GARBAGE = pytest.StashKey[ShortCollections]()

@@ -91,8 +91,9 @@ def test_a_model_of_sounds_is_planned_for_the_sounds_that_are_measured(tmp_path)
 
 
 def test_another_model_as_the_original_fails_in_a_sentence(folders):
-    verdict = verify(folders / "bert-patched", against=str(folders / "llama"))
+    verdict = verify(folders / "bert-patched", against=str(folders / "llama"), level=["weights", "forward"])
     assert verdict.status == "fail"
+    assert {check.level for check in verdict.checks if check.status == "fail"} == {"weights", "forward"}
 
 
 def test_a_patched_folder_is_no_original(folders):

@@ -13,6 +13,7 @@ from torch import nn
 import memopt
 from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.plan.recipe import load_recipe
+from memopt.prediction.peak import combine
 from memopt.prediction.planner import plan, training
 from memopt.prediction.planner.choice import Choice
 from memopt.prediction.setup import Run, Setup
@@ -60,18 +61,18 @@ def test_a_model_in_16_bits_may_run_under_autocast() -> None:
         assert f"{precision}, full fine-tuning" in found.training
 
 
-def test_a_plan_counts_the_attention_that_the_model_or_the_recipe_runs() -> None:
+def test_a_plan_counts_the_attention_that_the_model_or_the_recipe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, changed = tiny_model("llama"), tiny_model("llama")
     eager.set_attn_implementation("eager")
     set_to_eager, saved = "attention.implementation=eager", "softmaxes.method=none"
-    plans = [
-        training.plan_model(model, "24GiB", load_recipe("exact-unfolded", settings), batch=512, seq=64)
+    traces = [
+        first_trace(monkeypatch, model, *settings, batch=512, seq=64)
         for model, settings in (
             (eager, []), (changed, [set_to_eager]), (tiny_model("llama"), []), (changed, [set_to_eager, saved])
         )
     ]  # fmt: skip
-    assert "attention by eager" in plans[0].training
-    totals = [found.plan.total for found in plans]
+    assert "attention by eager" in str(traces[0].training)
+    totals = [combine(traced, Setup()).total for traced in traces]
     assert totals[0] == totals[1] != totals[2]
     assert totals[1] < totals[3]  # so its softmaxes were seen
 
@@ -134,7 +135,9 @@ def test_a_plan_has_the_adapters_of_the_model(monkeypatch: pytest.MonkeyPatch, t
     assert sorted((each.shape, str(each.dtype)) for each in traced.parameters if each.trained) == trained
 
 
-def first_trace(monkeypatch: pytest.MonkeyPatch, model: Any) -> Trace:
+def first_trace(
+    monkeypatch: pytest.MonkeyPatch, model: Any, *settings: str, batch: int | None = None, seq: int = 16
+) -> Trace:
     """The trace that a plan for `model` begins with."""
 
     def first(traced: Trace, setup: Setup) -> NoReturn:
@@ -142,7 +145,7 @@ def first_trace(monkeypatch: pytest.MonkeyPatch, model: Any) -> Trace:
 
     monkeypatch.setattr(plan, "combine", first)
     with pytest.raises(Seen) as seen:
-        training.plan_model(model, "24GiB", load_recipe("exact-unfolded"), seq=16)
+        training.plan_model(model, "24GiB", load_recipe("exact-unfolded", settings), batch=batch, seq=seq)
     [traced] = seen.value.args
     assert isinstance(traced, Trace)
     return traced
