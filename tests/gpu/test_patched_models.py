@@ -15,6 +15,7 @@ from memopt.walk.aten.precision import precise
 from memopt.walk.calls.batch import placed
 from tests.factories import NAMES, tiny_inputs, tiny_model
 from tests.gpu.sizes import size
+from tests.support.compare import loss_and_gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,13 +31,6 @@ def case(name, dtype):
     why = "softmax of fp16 scores in fp32"
     marks = [pytest.mark.real_device(why)] if (name, dtype) == ("gemma2", torch.float16) else []
     return pytest.param(name, dtype, id=f"{name}-{dtype}", marks=marks)
-
-
-def loss_and_gradients(model, inputs):
-    model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(autouse=True)

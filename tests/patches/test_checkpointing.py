@@ -23,6 +23,7 @@ from memopt.patches.checkpointing.offload import InputsOfThreads, OffloadedInput
 from memopt.patches.swap import state_of
 from memopt.plan.recipe import Recipe, load_recipe
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import step_gradients
 
 LAYERS = 4
 FULL = "method=full"
@@ -35,12 +36,6 @@ def recipe(*settings: str) -> Recipe:
 def model_of(name: str = "llama", **overrides) -> nn.Module:
     layers = {"llama": "num_hidden_layers", "bert": "num_hidden_layers", "gpt2": "n_layer"}.get(name)
     return tiny_model(name, torch.float64, **({layers: LAYERS} if layers else {}), **overrides)
-
-
-def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(**inputs).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def worst(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
@@ -105,7 +100,7 @@ def test_as_many_blocks_run_again_as_the_recipe_says(runs, settings, blocks):
 def test_gradients_are_the_stock_models(name, limit, settings):
     stock, inputs = model_of(name), tiny_inputs(name)
     patched = memopt.patch(copy.deepcopy(stock), recipe(*settings))
-    assert worst(gradients(patched, inputs), gradients(stock, inputs)) <= limit
+    assert worst(step_gradients(patched, inputs), step_gradients(stock, inputs)) <= limit
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
@@ -117,7 +112,7 @@ def test_blocks_may_run_again_in_another_thread_as_on_a_gpu(name):
     with ThreadPoolExecutor(1) as thread:
         thread.submit(loss.backward).result()
     found = {name: p.grad for name, p in patched.named_parameters() if p.grad is not None}
-    assert worst(found, gradients(stock, inputs)) <= 1e-12
+    assert worst(found, step_gradients(stock, inputs)) <= 1e-12
 
 
 def test_a_dropout_drops_the_same_when_its_block_runs_again():
@@ -125,7 +120,7 @@ def test_a_dropout_drops_the_same_when_its_block_runs_again():
     patched, results = memopt.patch(copy.deepcopy(stock), recipe(FULL)), []
     for model in (patched, stock):
         torch.manual_seed(1)
-        results.append(gradients(model, inputs))
+        results.append(step_gradients(model, inputs))
     assert worst(*results) <= 1e-12
 
 
@@ -178,7 +173,7 @@ def test_copies_have_the_same_levels(runs, copied):
     model, inputs = memopt.patch(model_of(), recipe("method=every-n", "offload=input")), tiny_inputs("llama")
     twin = copied(model)
     assert runs(twin, inputs) == 2
-    assert worst(gradients(twin, inputs), gradients(model, inputs)) == 0
+    assert worst(step_gradients(twin, inputs), step_gradients(model, inputs)) == 0
 
 
 #: Calls of each block. Not an attribute: a block that runs again leaves its own counters as they were.
@@ -395,7 +390,7 @@ def test_a_wrong_copy_of_an_input_would_be_seen(monkeypatch):
     monkeypatch.setattr(Tensor, "copy_", lambda self, other, **options: right(self, other * 1.001, **options))
     stock, inputs = model_of("bert"), tiny_inputs("bert")
     patched = memopt.patch(copy.deepcopy(stock), recipe(FULL, "offload=input"))
-    assert worst(gradients(patched, inputs), gradients(stock, inputs)) > 1e-5
+    assert worst(step_gradients(patched, inputs), step_gradients(stock, inputs)) > 1e-5
 
 
 def test_a_count_without_a_number_is_an_error():
@@ -451,7 +446,7 @@ def test_adapters_leave_embeddings_that_a_model_changes_in_place_alone(settings)
     model = memopt.patch(model_of(), recipe(*settings))
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.add_(0.5))
-    assert gradients(adapted, tiny_inputs("llama"))
+    assert step_gradients(adapted, tiny_inputs("llama"))
 
 
 class Writes(nn.Module):

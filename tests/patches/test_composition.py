@@ -16,15 +16,9 @@ from memopt.errors import NegativeVerdict, RecipeError
 from memopt.patches.apply import is_patched
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of, loss_and_gradients
 
 FAMILIES = ["llama", "gpt2", "bert", "opt"]
-
-
-def loss_and_gradients(model, inputs, **backward):
-    model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward(**backward)
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_close(ours, stock):
@@ -42,7 +36,7 @@ def test_gradient_accumulation(name):
     for model in (tiny_model(name), memopt.patch(tiny_model(name))):
         for batch in inputs:
             (model(**batch).loss / 2).backward()
-        results.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        results.append(gradients_of(model))
     assert_close(results[1], results[0])
 
 
@@ -52,7 +46,7 @@ def test_two_backwards_of_a_retained_graph(name):
     loss, first = loss_and_gradients(model, inputs, retain_graph=True)
     model.zero_grad()
     loss.backward(retain_graph=True)
-    second = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    second = gradients_of(model)
     model.zero_grad()
     loss.backward()
     assert all(torch.equal(first[n], second[n]) for n in first)

@@ -14,15 +14,9 @@ from memopt.verification.gradient import compare_gradients
 from memopt.verification.models import cast_inputs
 from memopt.walk.aten.precision import precise
 from tests.factories import NAMES, tiny_inputs, tiny_model
+from tests.support.compare import loss_and_gradients
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def loss_and_gradients(model, inputs):
-    model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -38,7 +32,7 @@ def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dty
     assert patched.keys() == stock.keys()
     checks = list(compare_gradients([patched], [stock], truth, dtype, "fp64", stock_loss, patched_loss))
     assert [check.status for check in checks] == ["pass", "pass"], checks
-    assert patched_loss == pytest.approx(stock_loss, rel=4 * torch.finfo(dtype).eps)
+    assert patched_loss.item() == pytest.approx(stock_loss.item(), rel=4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", NAMES)

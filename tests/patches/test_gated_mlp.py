@@ -12,15 +12,9 @@ import memopt
 from memopt.patches.gated_mlp.module import GatedMLPRewrite
 from memopt.patches.swap import is_swapped, swap_state
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import step_gradients
 
 GATED = ["llama", "qwen3", "gemma2", "phi3", "t5"]
-
-
-def loss_and_gradients(model, inputs):
-    model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def rewritten(model) -> list[nn.Module]:
@@ -71,7 +65,7 @@ def test_a_dropout_on_the_product_draws_what_the_stock_model_draws():
     results = []
     for model in (stock, patched):
         torch.manual_seed(3)
-        results.append(loss_and_gradients(model, inputs))
+        results.append(step_gradients(model, inputs))
     assert rewritten(patched)
     assert_close(results[1], results[0])
 
@@ -81,10 +75,10 @@ def test_an_adapter_on_down_is_called():
     torch.manual_seed(0)
     model = get_peft_model(tiny_model("llama"), config)
     inputs = tiny_inputs("llama", 2, 16)
-    stock = loss_and_gradients(model, inputs)
+    stock = step_gradients(model, inputs)
     memopt.patch(model)
     assert rewritten(model)
-    assert_close(loss_and_gradients(model, inputs), stock)
+    assert_close(step_gradients(model, inputs), stock)
 
 
 def test_hooks_on_the_children_are_called_once_each():
@@ -131,7 +125,7 @@ def test_an_activation_that_is_replaced_later_is_the_one_that_runs():
         for layer in each.model.layers:
             layer.mlp.act_fn = nn.ReLU()
     inputs = tiny_inputs("llama", 2, 16)
-    assert_close(loss_and_gradients(model, inputs), loss_and_gradients(stock, inputs))
+    assert_close(step_gradients(model, inputs), step_gradients(stock, inputs))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -148,7 +142,7 @@ def test_a_hook_that_changes_the_activations_output_is_honoured(when):
             layer.mlp.act_fn.register_forward_hook(halve)
         if patched and when == "before":
             memopt.patch(model)
-        results.append(loss_and_gradients(model, tiny_inputs("llama", 2, 16)))
+        results.append(step_gradients(model, tiny_inputs("llama", 2, 16)))
     assert_close(results[1], results[0])
 
 
@@ -171,7 +165,7 @@ def test_a_class_forward_that_is_replaced_later_is_the_one_that_runs(monkeypatch
     cls = type(stock.model.layers[0].mlp)
     monkeypatch.setattr(cls, "forward", lambda self, x: 2 * self.down_proj(self.up_proj(x)))
     inputs = tiny_inputs("llama", 2, 16)
-    assert_close(loss_and_gradients(model, inputs), loss_and_gradients(stock, inputs))
+    assert_close(step_gradients(model, inputs), step_gradients(stock, inputs))
 
 
 def test_a_down_that_is_kept_in_fp32_gets_the_stock_cast():
@@ -183,7 +177,7 @@ def test_a_down_that_is_kept_in_fp32_gets_the_stock_cast():
                 module.float()
     memopt.patch(model)
     inputs = tiny_inputs("t5", 2, 16)
-    ours, theirs = loss_and_gradients(model, inputs), loss_and_gradients(stock, inputs)
+    ours, theirs = step_gradients(model, inputs), step_gradients(stock, inputs)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         difference = (ours[name].float() - expected.float()).norm()
@@ -201,7 +195,7 @@ def test_a_checkpoint_around_a_part_of_a_block_works():
         for layer in model.bert.encoder.layer:
             inner = layer.intermediate.forward
             layer.intermediate.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
-        results.append(loss_and_gradients(model, tiny_inputs("bert", 2, 16)))
+        results.append(step_gradients(model, tiny_inputs("bert", 2, 16)))
     assert_close(results[1], results[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,8 +20,10 @@ from memopt.patches.checkpointing.kept import KeptAttention
 from memopt.patches.checkpointing.module import patch_block
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import step_gradients
 
 LAYERS = {"llama": 2, "bert": 2, "gpt2": 3, "t5": 2}
+gradients = functools.partial(step_gradients, seed=0)
 
 
 class Operators(TorchDispatchMode):
@@ -42,12 +45,6 @@ class Operators(TorchDispatchMode):
 def patched(model: nn.Module, *settings: str) -> nn.Module:
     model = copy.deepcopy(model).train()
     return memopt.patch(model, load_recipe("exact-unfolded", ["checkpointing.method=full", *settings]))
-
-
-def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model(**inputs).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import memopt
 from memopt.patches.sampled_linear.module import SampledLinearRewrite
 from memopt.patches.swap import is_swapped, swap_state
+from tests.support.compare import step_gradients
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
 IDS = torch.randint(3, 99, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -63,11 +65,7 @@ CASES = [
 ]
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model.zero_grad()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+gradients = functools.partial(step_gradients, inputs={"input_ids": IDS, "labels": IDS}, seed=0)
 
 
 @pytest.mark.parametrize(("build", "settings", "recipe", "expected"), CASES)

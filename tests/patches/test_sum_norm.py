@@ -6,6 +6,7 @@ There is no kernel on the CPU, so the modules are told that there is one: then t
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 
 import pytest
@@ -23,8 +24,10 @@ from memopt.patches.sum_norm.module import SumNormRewrite
 from memopt.patches.swap import is_swapped, swap_state
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import step_gradients
 
 FIRST = "bert.encoder.layer.0.attention.output"
+gradients = functools.partial(step_gradients, seed=3)
 
 
 @pytest.fixture
@@ -42,19 +45,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def loss_and_gradients(model, inputs):
-    model.zero_grad()
-    torch.manual_seed(3)
-    loss = model(**inputs).loss
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def gradients_with_written_sums(monkeypatch, model, inputs):
     """Gradients of the same patched model whose sums are tensors of their own."""
     with monkeypatch.context() as patch:
         patch.setattr(sum_norm, "runs_triton", lambda *_: False)
-        return loss_and_gradients(model, inputs)
+        return gradients(model, inputs)
 
 
 def assert_equal(ours, theirs):
@@ -72,7 +67,7 @@ def rewritten(model) -> list[nn.Module]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_bit_of_a_gradient_changes(name, dtype, calls, monkeypatch):
     model, inputs = memopt.patch(tiny_model(name, dtype, hidden_dropout_prob=0.2).train()), tiny_inputs(name, 2, 16)
-    ours = loss_and_gradients(model, inputs)
+    ours = gradients(model, inputs)
     assert calls["norm of a sum"] == 2 * model.config.num_hidden_layers
     assert_equal(ours, gradients_with_written_sums(monkeypatch, model, inputs))
 
@@ -86,7 +81,7 @@ def test_without_a_kernel_the_stock_forward_runs(monkeypatch):
     model, inputs = memopt.patch(tiny_model("bert")), tiny_inputs("bert", 2, 16)
     monkeypatch.setattr(sum_norm, "norm_of_sum", lambda *_: pytest.fail("the stock forward should run"))
     assert rewritten(model)
-    loss_and_gradients(model, inputs)
+    gradients(model, inputs)
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "functional"])
@@ -105,7 +100,7 @@ def test_adapters_on_dense_are_called(calls, monkeypatch):
     config = LoraConfig(r=4, target_modules=["dense"], init_lora_weights=False)
     model = memopt.patch(get_peft_model(tiny_model("bert"), config))
     inputs = tiny_inputs("bert", 2, 16)
-    ours = loss_and_gradients(model, inputs)
+    ours = gradients(model, inputs)
     assert any("lora_B" in name for name in ours)
     assert calls["norm of a sum"] == 2 * model.config.num_hidden_layers
     assert_equal(ours, gradients_with_written_sums(monkeypatch, model, inputs))
@@ -116,7 +111,7 @@ def test_a_hook_on_a_child_is_called_once(child, calls):
     model, inputs = memopt.patch(tiny_model("bert")), tiny_inputs("bert", 2, 16)
     seen = []
     model.get_submodule(f"{FIRST}.{child}").register_forward_hook(lambda *_: seen.append(child))
-    loss_and_gradients(model, inputs)
+    gradients(model, inputs)
     assert seen == [child]
     assert calls["norm of a sum"] == 2 * model.config.num_hidden_layers - (child == "LayerNorm")
 
@@ -184,14 +179,14 @@ def test_parameters_of_another_dtype_than_the_sum_are_left_to_the_norm(calls):
 def test_under_autocast_terms_of_two_dtypes_are_added(calls, monkeypatch):
     model, inputs = memopt.patch(tiny_model("bert")), tiny_inputs("bert", 2, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = loss_and_gradients(model, inputs), gradients_with_written_sums(monkeypatch, model, inputs)
+        ours, theirs = gradients(model, inputs), gradients_with_written_sums(monkeypatch, model, inputs)
     assert_equal(ours, theirs)
 
 
 def test_a_frozen_model_behind_trained_embeddings_gets_its_gradients(calls, monkeypatch):
     model, inputs = memopt.patch(tiny_model("bert")), tiny_inputs("bert", 2, 16)
     model.bert.encoder.requires_grad_(False)
-    ours = loss_and_gradients(model, inputs)
+    ours = gradients(model, inputs)
     assert calls["norm of a sum"] == 2 * model.config.num_hidden_layers
     assert_equal(ours, gradients_with_written_sums(monkeypatch, model, inputs))
 
@@ -202,7 +197,7 @@ def test_under_activation_checkpointing_too(reentrant, calls, monkeypatch):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
-    ours = loss_and_gradients(model, inputs)
+    ours = gradients(model, inputs)
     assert calls["norm of a sum"] >= 2 * model.config.num_hidden_layers
     assert_equal(ours, gradients_with_written_sums(monkeypatch, model, inputs))
 
@@ -212,7 +207,7 @@ def test_copies_are_patched_and_unpatching_gives_the_stock_forward_back(calls):
     assert len(rewritten(copy.deepcopy(model))) == len(rewritten(model)) == 2 * model.config.num_hidden_layers
     memopt.unpatch(model)
     assert not rewritten(model)
-    loss_and_gradients(model, tiny_inputs("bert", 2, 16))
+    gradients(model, tiny_inputs("bert", 2, 16))
     assert not calls
 
 

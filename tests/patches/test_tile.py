@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +23,10 @@ from memopt.plan.recipe import load_recipe
 from memopt.trace.timeline import record
 from memopt.trace.trace import activations
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import step_gradients
 
 NAMES = ("llama", "gpt2", "t5", "vit", "gemma2", "mixtral")
+gradients = functools.partial(step_gradients, seed=0)
 #: Norms, scores or losses of these are in fp32.
 LIMIT = {"t5": 1e-6, "llama": 1e-6, "gpt2": 1e-6, "gemma2": 1e-6, "mixtral": 1e-6}
 
@@ -55,12 +58,6 @@ def patched(model: nn.Module, *settings: str, tiled: bool = True) -> nn.Module:
     method = f"tiles.method={'tokens' if tiled else 'none'}"
     recipe = load_recipe("exact-unfolded", ["checkpointing.method=full", method, *settings])
     return memopt.patch(copy.deepcopy(model), recipe)
-
-
-def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model(**inputs).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def same_bits(a: Tensor, b: Tensor, *, strides: bool = False) -> bool:
@@ -28,3 +29,25 @@ def all_equal(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
 def gradients_of_squares(y: Tensor, inputs: Sequence[Tensor], **options: bool) -> tuple[Tensor, ...]:
     """Gradients of the sum of the squares of `y`, which differ where y differs; `options` are autograd.grad's."""
     return torch.autograd.grad(y.square().sum(), inputs, **options)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients that parameters of `model` have, by name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def loss_and_gradients(
+    model: nn.Module, inputs: Mapping[str, Any], *, seed: int | None = None, **backward: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The model's loss, and the gradients of this step alone; random numbers begin at `seed`, if it is given."""
+    model.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
+    loss = model(**inputs).loss
+    loss.backward(**backward)
+    return loss, gradients_of(model)
+
+
+def step_gradients(model: nn.Module, inputs: Mapping[str, Any], seed: int | None = None) -> dict[str, Tensor]:
+    """The gradients of `loss_and_gradients`."""
+    return loss_and_gradients(model, inputs, seed=seed)[1]

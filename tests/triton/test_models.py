@@ -21,6 +21,7 @@ from memopt.verification.gradient import compare_gradients
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.batch import placed
 from tests.factories import NAMES, tiny_inputs, tiny_model
+from tests.support.compare import loss_and_gradients
 from tests.support.launches import count_launches
 from tests.triton.conftest import DEVICE
 
@@ -29,13 +30,6 @@ from tests.triton.conftest import DEVICE
 def launches(monkeypatch) -> Counter[str]:
     """How often each launcher was called."""
     return count_launches(monkeypatch)
-
-
-def loss_and_gradients(model, inputs):
-    model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 #: In bf16 too: pre-norm and post-norm blocks, an MLP with and without a gate, Conv1D.
