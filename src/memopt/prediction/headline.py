@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memopt.plan.shipped import EXACT
+from memopt.prediction.setup import GIB, MIB
 
-_GIB = 1 << 30
 #: Parts of a peak in a user's words; all parts not listed here count as "other".
 _GROUPS = {
     "weights": ("weights", "weight copies"),
@@ -94,7 +94,7 @@ class Way:
     @property
     def needs_like_total(self) -> str:
         """`needs` as a number in the unit in which `gib` prints `total`."""
-        return _number(self.needs) if self.total >= _GIB else _mebi(self.needs)
+        return _number(self.needs) if self.total >= GIB else _mebi(self.needs)
 
     def by_what(self) -> dict[str, int]:
         """Bytes at the peak, in a user's words."""
@@ -164,7 +164,7 @@ class Headline:
 
     def _numbers(self) -> tuple[Callable[[int], str], str]:
         """A function that formats the parts of a peak, and their unit: MiB for a small model."""
-        return (_mebi, " MiB") if self.stock.total < 2 * _GIB else (_number, " GiB")
+        return (_mebi, " MiB") if self.stock.total < 2 * GIB else (_number, " GiB")
 
     def _fits(self, memory: int) -> str:
         verdicts = [("with memopt", self.patched), ("stock", self.stock)]
@@ -265,15 +265,15 @@ def _when(way: Way) -> str:
 
 
 def _number(nbytes: int) -> str:
-    gib = nbytes / _GIB
+    gib = nbytes / GIB
     return f"{gib:.1f}" if gib >= 0.95 or not nbytes else f"{gib:.2f}" if gib >= 0.005 else "0.00"
 
 
 def _mebi(nbytes: int) -> str:
-    mib = nbytes / (1 << 20)
+    mib = nbytes / MIB
     return f"{mib:.0f}" if mib >= 9.5 or not nbytes else f"{mib:.1f}"
 
 
 def gib(nbytes: int) -> str:
     """``20.0 GiB``, or ``534 MiB`` below one GiB."""
-    return f"{_number(nbytes)} GiB" if abs(nbytes) >= _GIB else f"{nbytes / (1 << 20):.0f} MiB"
+    return f"{_number(nbytes)} GiB" if abs(nbytes) >= GIB else f"{nbytes / MIB:.0f} MiB"

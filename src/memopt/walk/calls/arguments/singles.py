@@ -32,7 +32,6 @@ ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
     "decoder_input_ids": lambda request: request.ids(request.decoder_length),
     "attention_mask": lambda request: request.mask(),
     "token_type_ids": lambda request: torch.zeros(request.batch, request.length, dtype=torch.long),
-    "position_ids": lambda request: torch.arange(request.length).expand(request.batch, -1).clone(),
     "bbox": box,
     "pixel_values": lambda request: image(request, side_of(request)),
     "inputs_embeds": features,
