@@ -9,6 +9,7 @@ import pickle
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -463,6 +464,10 @@ class Writes(nn.Module):
             mask = x > 0
             if self.what == "hidden states, by the model":
                 hidden += layer(hidden, mask)
+            elif self.what == "mask in a list":
+                hidden = layer(hidden, [mask])
+            elif self.what == "mask in a dictionary":
+                hidden = layer(hidden, mask={"inside": (mask,)})
             else:
                 hidden = layer(hidden, mask=mask) if self.what == "mask by name" else layer(hidden, mask)
         return hidden
@@ -473,7 +478,9 @@ class WritingBlock(nn.Module):
         super().__init__()
         self.what, self.norm, self.up, self.down = what, nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Any) -> Tensor:
+        if not isinstance(mask, Tensor):
+            (mask,) = mask["inside"] if isinstance(mask, dict) else mask
         if "mask" in self.what:
             mask.logical_not_()
         y = self.down(self.up(self.norm(hidden * 3)).tanh()).masked_fill(mask, 0.5)
@@ -483,7 +490,8 @@ class WritingBlock(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("what", ["mask", "mask by name", "hidden states", "hidden states, by the model", "no"])
+@pytest.mark.parametrize("what", ["mask", "mask by name", "mask in a list", "mask in a dictionary", "hidden states",
+                                  "hidden states, by the model", "no"])  # fmt: skip
 @pytest.mark.parametrize("name", ["exact-levels", "long-context"])
 def test_blocks_run_once_if_an_argument_of_theirs_is_changed_in_place(name, what):
     torch.manual_seed(0)
@@ -511,7 +519,8 @@ def test_the_error_for_an_argument_that_the_walk_did_not_see_change_names_the_wa
     block = Shifts().train()
     patch_block(block, None, True, None)
     loss = block(torch.randn(2, 8, requires_grad=True), shift=torch.ones(2, 8)).sum()
-    with pytest.raises(RuntimeError, match=r"inplace operation: .*Change its arguments after.*checkpointing\.blocks"):
+    message = r"inplace operation: .*Change its arguments after.*checkpointing\.blocks, or pass use_cache=False"
+    with pytest.raises(RuntimeError, match=message):
         loss.backward()
 
 

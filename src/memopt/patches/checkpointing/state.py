@@ -50,7 +50,7 @@ _WHY = (
     ", because the block is checkpointed and runs again in backward. Change {} after backward; if the block's own "
     "forward changes them, leave the block out of checkpointing.blocks"
 )
-_WHY_GIVEN, _WHY = _WHY.format("its arguments"), _WHY.format("weights")
+_WHY_GIVEN, _WHY = _WHY.format("its arguments") + ", or pass use_cache=False", _WHY.format("weights")
 
 
 class BlockState(Notes):

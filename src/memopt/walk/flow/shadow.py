@@ -50,7 +50,7 @@ class ShadowMode(TorchDispatchMode):
         """Modules of which an argument is changed in place, by themselves or later, in train mode."""
         self._stack: list[str] = []
         self._given: list[tuple[str, list[Tensor], list[int]]] = []
-        """Modules that ran in train mode, their arguments that are tensors, and the versions of these at that time."""
+        """Modules that ran in train mode, the tensors in their arguments, and the versions of these at that time."""
         self._products: dict[str, int] = {}
         """Running module -> how many products had been recorded when it began."""
         self._call: Call | None = None
@@ -122,7 +122,7 @@ class ShadowMode(TorchDispatchMode):
             return  # a trial call, which is not observed
         self._stack.append(name)
         if module.training:
-            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            given = list(tensors_in((args, kwargs)))
             self._given.append((name, given, versions_of(given)))
         if self.labels is not None:
             self._products[name] = self.labels.products
