@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import types
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -468,6 +469,8 @@ class Writes(nn.Module):
                 hidden = layer(hidden, [mask])
             elif self.what == "mask in a dictionary":
                 hidden = layer(hidden, mask={"inside": (mask,)})
+            elif self.what == "mask in an object":
+                hidden = layer(hidden, types.SimpleNamespace(inside=[mask]))
             else:
                 hidden = layer(hidden, mask=mask) if self.what == "mask by name" else layer(hidden, mask)
         return hidden
@@ -480,7 +483,7 @@ class WritingBlock(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Any) -> Tensor:
         if not isinstance(mask, Tensor):
-            (mask,) = mask["inside"] if isinstance(mask, dict) else mask
+            (mask,) = mask if isinstance(mask, list) else mask["inside"] if isinstance(mask, dict) else mask.inside
         if "mask" in self.what:
             mask.logical_not_()
         y = self.down(self.up(self.norm(hidden * 3)).tanh()).masked_fill(mask, 0.5)
@@ -490,8 +493,8 @@ class WritingBlock(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("what", ["mask", "mask by name", "mask in a list", "mask in a dictionary", "hidden states",
-                                  "hidden states, by the model", "no"])  # fmt: skip
+@pytest.mark.parametrize("what", ["mask", "mask by name", "mask in a list", "mask in a dictionary", "mask in an object",
+                                  "hidden states", "hidden states, by the model", "no"])  # fmt: skip
 @pytest.mark.parametrize("name", ["exact-levels", "long-context"])
 def test_blocks_run_once_if_an_argument_of_theirs_is_changed_in_place(name, what):
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import copy
 import random
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, spectral_norm
 from transformers import DynamicCache
+from transformers.utils import ModelOutput
 
 import memopt
 from memopt.patches.checkpointing import module as checkpointing
@@ -300,6 +302,60 @@ def test_tensors_inside_arguments_may_not_change(by_name: bool, x: Tensor) -> No
     scale.mul_(2)
     with pytest.raises(RuntimeError, match=CHANGED):
         y.sum().backward()
+
+
+@dataclass
+class Output(ModelOutput):
+    found: list[float] | None = None
+
+
+#: An argument that a block may add to -> where the block finds it.
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list in a dictionary": (lambda: {"found": []}, lambda given: given["found"]),
+    "list in a tuple": (lambda: ([],), lambda given: given[0]),
+    "set in a list": (lambda: [set()], lambda given: given[0]),
+    "deque in a dictionary": (lambda: {"found": collections.deque()}, lambda given: given["found"]),
+    "default of a dictionary": (lambda: {1: collections.defaultdict(list)}, lambda given: given[1]["found"]),
+    "list in an object": (lambda: types.SimpleNamespace(found=[]), lambda given: given.found),
+    "object in an object": (
+        lambda: [types.SimpleNamespace(of=types.SimpleNamespace(found=[]))],
+        lambda x: x[0].of.found,
+    ),
+    "output of a model": (lambda: Output([1.0]), lambda given: given["found"]),
+}
+
+
+class Adds(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.down = kind, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        found = HOLDERS[self.kind][1](given)
+        (found.add if isinstance(found, set) else found.append)(float(x.detach().mean()))
+        if hasattr(given, "__dict__"):
+            given.calls = getattr(given, "calls", 0) + 1
+        return x + self.down(self.linear(x * len(found)).sin() * getattr(given, "calls", 1))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_what_lies_inside_an_argument_is_added_to_once_and_read_as_it_was(kind: str, by_name: bool, x: Tensor) -> None:
+    torch.manual_seed(0)
+    stock = Adds(kind).double().train()
+    ours = copy.deepcopy(stock)
+    patch_block(ours, None, True, None)
+    for _ in range(2):
+        results, counts = [], []
+        for block in (ours, stock):
+            given = HOLDERS[kind][0]()
+            y = x
+            for _ in range(3):  # later calls find more
+                y = block(y, given=given) if by_name else block(y, given)
+            results.append(gradients(block, y.sum()))
+            counts.append((len(HOLDERS[kind][1](given)), getattr(given, "calls", None)))
+        assert_same(*results)
+        assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("by_name", [True, False])

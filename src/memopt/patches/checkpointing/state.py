@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.patches.checkpointing.contents import Contents
 from memopt.patches.checkpointing.decisions import Decisions, Generator, drew_from, generators_of, in_states
 from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention
@@ -187,8 +188,10 @@ class RunsTwice:
         places = {id(value): at for at, value in reversed([*enumerate(given)]) if isinstance(value, Tensor)}
         self._places = [places.get(id(value), at) for at, value in enumerate([*given, *named.values()])]
         """For each argument, the place of the first one by position that is the same tensor, or its own place."""
+        others = [*named.values(), *(value for value in given if not isinstance(value, Tensor))]
+        self._contents = Contents(others)
         # PyTorch's checkpoint checks versions only of tensors passed by position; these are the others.
-        self._arguments = tensors_in([*named.values(), *(value for value in given if not isinstance(value, Tensor))])
+        self._arguments = [*tensors_in(others), *self._contents.tensors]
         self._held: Held | None = None
         self._created: list[tuple[Slot, Any]] = []
         """The slots that the forward created, as in :meth:`BlockState.created`."""
@@ -207,8 +210,12 @@ class RunsTwice:
             raise _unseen(self._block, tensor)
         lent = self._held.lent(self._block, _WHY, self._copies, is_read=self._state.is_read)
         lent += _shadows(self._block, lent) if lent else []
-        again, named = self._arguments_again(args)
-        function = functools.partial(self._function, **named)
+        with self._contents.standing():
+            again, named = self._arguments_again(args)
+            return self._second(lent, functools.partial(self._function, **named), again)
+
+    def _second(self, lent: Sequence[tuple[Slot, Any]], function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        assert self._held is not None
         decisions, attention = self._decisions, self._attention
         with (
             self._state.proving(self._own, self._block),
@@ -221,7 +228,7 @@ class RunsTwice:
             nullcontext() if decisions is None else decisions.repeat(),
             nullcontext() if attention is None else attention.repeat(),
         ):
-            return function(*again)
+            return function(*args)
 
     def _first(self, *args: Any) -> Any:
         state = self._state
