@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -438,3 +439,37 @@ def test_checks_run_by_tiles_though_their_batches_are_small(tmp_path):
         model = CheckpointTrial(tmp_path / "ours", recipe).patched()
         states = [swap_state(m) for m in model.modules() if is_swapped(m) and isinstance(swap_state(m), TileRewrite)]
         assert {state.at_once for state in states} == {tokens}
+
+
+class Noting(MLP):
+    """Adds a number to a list inside an argument, as routers do that note their losses."""
+
+    def forward(self, x: Tensor, notes: Any = None) -> Tensor:
+        y = super().forward(x)
+        if notes is not None:
+            notes = vars(notes) if isinstance(notes, types.SimpleNamespace) else notes
+            (notes["found"] if isinstance(notes, dict) else notes[-1]).append(float(y.detach().sum()))
+        return y
+
+
+#: An argument to which a module may add -> it, empty.
+NOTES: dict[str, Callable[[], Any]] = {
+    "list in a list": lambda: [[]],
+    "list in a tuple": lambda: ([],),
+    "list in a dictionary": lambda: {"found": []},
+    "list in an object": lambda: types.SimpleNamespace(found=[]),
+}
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("kind", NOTES)
+def test_a_module_that_notes_something_in_an_argument_runs_whole(kind, by_name, differentiated):
+    module = Noting().double()
+    found = []
+    for each in (module, tiled(copy.deepcopy(module))):
+        given = NOTES[kind]()
+        checkpoint(lambda x, of=each, to=given: of(x, notes=to) if by_name else of(x, to), X, use_reentrant=False)
+        found.append(given)
+    assert found[0] == found[1] != NOTES[kind]()
+    step(tiled(copy.deepcopy(module)), X)
+    assert differentiated, "no tile has run without the argument, so the test shows nothing"

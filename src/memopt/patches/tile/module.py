@@ -30,7 +30,7 @@ from memopt.kernels.base.autograd import (
 )
 from memopt.kernels.base.pieces import slices
 from memopt.kernels.replay.function import added, gradients_again
-from memopt.patches.rerun import Around, has_gradient, have_moved, random_states, standing
+from memopt.patches.rerun import CONTAINERS, PLAIN, Around, has_gradient, have_moved, random_states, standing
 from memopt.patches.swap import Layer, Rewrite, is_watched, layer_of, restore_forward, steps_aside, swap_forward
 from memopt.patches.tile.probe import by_rows
 from memopt.recompute.pure import with_tensors, without_tensors
@@ -106,8 +106,10 @@ def patch_tiles(module: nn.Module, numbers: int, room: int, at_once: int = 0) ->
 def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if rewrite.layer is not None:
         stock = functools.partial(rewrite.layer.forward, stock, rewrite.layer.state)
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    if len(tensors) != 1 or not _runs_by_tiles(rewrite, module, tensors[0]):
+    given = [*args, *kwargs.values()]
+    tensors = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+    may_run = len(tensors) == 1 and not any(map(_can_be_added_to, given))
+    if not may_run or not _runs_by_tiles(rewrite, module, tensors[0]):
         return stock(module, *args, **kwargs)
 
     template = without_tensors((args, kwargs))
@@ -145,6 +147,13 @@ def _runs_by_tiles(rewrite: TileRewrite, module: nn.Module, x: Tensor) -> bool:
         return False
     # A hook on a child would get single tiles, and a hook that gathers weights would gather them for every tile.
     return all(_may_run_again(each) and (each is module or not is_watched(each)) for each in module.modules())
+
+
+def _can_be_added_to(value: Any) -> bool:
+    """Whether an argument is a container or an object, to which each tile might add (a list of a router's losses)."""
+    if isinstance(value, tuple):
+        return any(map(_can_be_added_to, value))
+    return isinstance(value, CONTAINERS) or not isinstance(value, (Tensor, *PLAIN))
 
 
 def _may_run_again(module: nn.Module) -> bool:
