@@ -53,6 +53,44 @@ def test_a_gated_norm_computes_what_it_did_whatever_way_its_tensors_come():
     assert z.grad_fn.name() == "ReplayFunctionBackward"
 
 
+class Holder:
+    def __init__(self, gate):
+        self.gate = gate
+
+
+class Conditioned(Gated):
+    """A norm that gets its gate inside another argument, as adaptive norms get (scale, shift)."""
+
+    def forward(self, x, condition):
+        while not isinstance(condition, torch.Tensor):
+            is_sequence = isinstance(condition, (tuple, list))
+            condition = condition[0] if is_sequence else getattr(condition, "gate", None) or condition["gate"]
+        return super().forward(x, gate=condition)
+
+
+INSIDE = {
+    "a tuple": lambda gate: (gate, 1),
+    "a list": lambda gate: [gate],
+    "a dictionary": lambda gate: {"gate": (gate,)},
+    "tuples": lambda gate: ((gate,),),
+    "an object": lambda gate: Holder([gate]),
+}
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("where", INSIDE)
+def test_a_tensor_inside_an_argument_gets_its_gradient(where, by_name):
+    torch.manual_seed(0)
+    stock, patched = pair(Conditioned())
+    x, gate = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    given = INSIDE[where](gate)
+    found = []
+    for module in (stock, patched):
+        y = module(x, condition=given) if by_name else module(x, given)
+        found.append((y, *torch.autograd.grad(y.square().sum(), (x, gate, *module.parameters()))))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("shape", [(50, 8), (1, 50, 8), (5, 10, 8), (2, 25, 8)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_large_inputs_run_by_pieces(shape, dtype, monkeypatch):

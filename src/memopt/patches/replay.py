@@ -14,6 +14,7 @@ from memopt.kernels.replay.function import replayed
 from memopt.patches.identity import Frozen, freezing, thaw
 from memopt.patches.reads import observed_reads
 from memopt.patches.swap import Rewrite, is_watched, steps_aside, swap_forward
+from memopt.recompute.pure import is_compound
 from memopt.saved.whole import kept_whole
 from memopt.walk.sites import NormSite
 
@@ -58,7 +59,8 @@ def _forward(
     given = (*args, *kwargs.values())
     inputs = [value for value in given if isinstance(value, Tensor)]
     records = any(tensor.requires_grad for tensor in (*inputs, *parameters.values()))
-    is_whole = tuple(parameters) == rewrite.parameters
+    # A tensor inside a container would get no gradient.
+    is_whole = tuple(parameters) == rewrite.parameters and not any(map(is_compound, given))
     if not records or not is_whole or steps_aside() or any(is_watched(child) for child in module.children()):
         return stock(module, *args, **kwargs)
     # Without the tensors: the function that runs again in backward must not keep them alive.

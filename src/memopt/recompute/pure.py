@@ -46,6 +46,13 @@ def _form(value: Any) -> Hashable:
     raise NotPureError(f"it takes a {type(value).__name__}")
 
 
+def is_compound(value: Any) -> bool:
+    """Whether an argument may hold tensors, or be changed by a forward: a container or an object, also in a tuple."""
+    if isinstance(value, tuple):
+        return any(isinstance(each, Tensor) or is_compound(each) for each in value)
+    return not isinstance(value, (Tensor, *_PLAIN))
+
+
 def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
     """For each tensor that ``function(*args, **kwargs)`` returns (`tree_leaves`), whether it requires a gradient.
     Raises a NotPureError if a call on meta tensors fails, draws random numbers, changes an argument or returns tensors

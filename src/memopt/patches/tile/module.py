@@ -30,10 +30,10 @@ from memopt.kernels.base.autograd import (
 )
 from memopt.kernels.base.pieces import slices
 from memopt.kernels.replay.function import added, gradients_again
-from memopt.patches.rerun import CONTAINERS, PLAIN, Around, has_gradient, have_moved, random_states, standing
+from memopt.patches.rerun import Around, has_gradient, have_moved, random_states, standing
 from memopt.patches.swap import Layer, Rewrite, is_watched, layer_of, restore_forward, steps_aside, swap_forward
 from memopt.patches.tile.probe import by_rows
-from memopt.recompute.pure import with_tensors, without_tensors
+from memopt.recompute.pure import is_compound, with_tensors, without_tensors
 from memopt.torch_compat import is_checkpointed_region, module_hooks, tree_leaves, without_foreign_hooks
 
 _WHY = ", since the module runs again in backward, by tiles of tokens. Change weights after backward"
@@ -108,7 +108,8 @@ def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module,
         stock = functools.partial(rewrite.layer.forward, stock, rewrite.layer.state)
     given = [*args, *kwargs.values()]
     tensors = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-    may_run = len(tensors) == 1 and not any(map(_can_be_added_to, given))
+    # Each tile might add to a container: a list of a router's losses.
+    may_run = len(tensors) == 1 and not any(map(is_compound, given))
     if not may_run or not _runs_by_tiles(rewrite, module, tensors[0]):
         return stock(module, *args, **kwargs)
 
@@ -147,13 +148,6 @@ def _runs_by_tiles(rewrite: TileRewrite, module: nn.Module, x: Tensor) -> bool:
         return False
     # A hook on a child would get single tiles, and a hook that gathers weights would gather them for every tile.
     return all(_may_run_again(each) and (each is module or not is_watched(each)) for each in module.modules())
-
-
-def _can_be_added_to(value: Any) -> bool:
-    """Whether an argument is a container or an object, to which each tile might add (a list of a router's losses)."""
-    if isinstance(value, tuple):
-        return any(map(_can_be_added_to, value))
-    return isinstance(value, CONTAINERS) or not isinstance(value, (Tensor, *PLAIN))
 
 
 def _may_run_again(module: nn.Module) -> bool:
