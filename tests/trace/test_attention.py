@@ -145,6 +145,17 @@ def test_the_answer_takes_it(tmp_path: Any) -> None:
     assert "attention by flash_attention_2" in str(flash)
 
 
+@pytest.mark.parametrize("by_recipe", [False, True])
+def test_parts_with_a_copy_of_the_config_are_switched_too(by_recipe: bool) -> None:
+    config, name = small_config("t5")
+    config.architectures = [name]
+    eager = load_recipe("exact-unfolded", ["attention.implementation=eager"]) if by_recipe else None
+    training = Training(2, 8, attention=None if by_recipe else "eager")
+    operations = {each.operation for each in storages(trace(Step(config, training, sites_of(config), eager)))}
+    assert "_softmax" in operations
+    assert not any(each.startswith("_scaled_dot_product") for each in operations)
+
+
 def test_each_part_is_traced_with_the_attention_that_it_is_loaded_with() -> None:
     config, name = small_config("depth_anything")  # its backbone can run SDPA, and the class around it cannot
     config.architectures = [name]

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib.util import find_spec
+from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ def switch(model: PreTrainedModel, implementation: str) -> None:
     able = [_supports(part, implementation) for part in parts]
     if not able[0]:
         raise ValueError(f"{type(model).__name__} does not support it")
-    model.config._attn_implementation = implementation  # of the configs inside as well
+    # A part may have a config that no config around it refers to: a copy, as T5's encoder and decoder have.
+    for part in compress(parts, able):
+        part.config._attn_implementation = implementation  # of the configs inside as well
     for part, is_able, old in zip(parts, able, before, strict=True):
         if not is_able:
             part.config._attn_implementation = old
