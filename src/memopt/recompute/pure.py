@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memopt.recompute.versions import versions_of
 from memopt.torch_compat import (
@@ -22,6 +22,7 @@ from memopt.torch_compat import (
 
 _COMPARED = (bool, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout)
 _PLAIN = (*_COMPARED, int)
+_SINGLE = (Tensor, *_PLAIN)
 
 
 class NotPureError(Exception):
@@ -50,7 +51,14 @@ def is_compound(value: Any) -> bool:
     """Whether an argument may hold tensors, or be changed by a forward: a container or an object, also in a tuple."""
     if isinstance(value, tuple):
         return any(isinstance(each, Tensor) or is_compound(each) for each in value)
-    return not isinstance(value, (Tensor, *_PLAIN))
+    return not isinstance(value, _SINGLE)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The table of attributes of an object among the arguments of a forward, which may hold tensors or other state.
+    None for tensors, modules, classes and functions."""
+    is_other = isinstance(value, (Tensor, nn.Module, type)) or callable(value)
+    return None if is_other else getattr(value, "__dict__", None)
 
 
 def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:

@@ -1,4 +1,4 @@
-"""What containers and objects among a block's arguments hold, as the block's first run found it.
+"""The contents of containers and objects among a block's arguments, as the block's first run found them.
 
 A forward may add to a list that lies in a dictionary, or count in an object that all blocks get. Containers that are
 arguments themselves are copied for the second run (`memopt.patches.rerun.copied`); everything inside them is here.
@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from memopt.patches.rerun import CONTAINERS
+from memopt.recompute.pure import attributes_of
 
 #: Levels of containers and objects inside one another that are searched.
 _DEPTH = 4
@@ -38,8 +39,8 @@ class Contents:
                 self.tensors += [value] if of_object else []
                 continue
             is_object = not isinstance(value, (tuple, *CONTAINERS))
-            held = _attributes(value) if is_object else value
-            if held is None or not depth or id(held) in self._found:
+            held = attributes_of(value) if is_object else value
+            if held is None or isinstance(value, Cache) or not depth or id(held) in self._found:
                 continue
             if not isinstance(held, tuple):
                 self._found[id(held)] = held, _items(held)
@@ -57,13 +58,6 @@ class Contents:
         finally:
             for held, items in now:
                 _fill(held, items)
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """The table of attributes of an object that may hold state; None for modules, functions, classes and caches."""
-    if isinstance(value, (nn.Module, Cache, type)) or callable(value):
-        return None
-    return getattr(value, "__dict__", None)
 
 
 def _items(held: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.recompute.pure import attributes_of
 from memopt.recompute.versions import versions_of
 from memopt.torch_compat import TorchDispatchMode, no_dispatch, operator_name
 from memopt.walk.aten.contractions import Contraction, computed_weight, read, recognise
@@ -122,7 +123,7 @@ class ShadowMode(TorchDispatchMode):
             return  # a trial call, which is not observed
         self._stack.append(name)
         if module.training:
-            given = list(tensors_in((args, kwargs, *map(_attributes, (*args, *kwargs.values())))))
+            given = list(tensors_in((args, kwargs, *map(attributes_of, (*args, *kwargs.values())))))
             self._given.append((name, given, versions_of(given)))
         if self.labels is not None:
             self._products[name] = self.labels.products
@@ -369,9 +370,3 @@ def _disagreement(probe: NormProbe, inputs: list[Tensor], output: Any) -> str | 
     if probe.hidden_size and output.shape[-1] != probe.hidden_size:
         return "its channels are not in the last dimension"
     return None
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object among the arguments of a module; none for tensors, modules, classes and functions."""
-    is_other = isinstance(value, (Tensor, nn.Module, type)) or callable(value)
-    return {} if is_other else getattr(value, "__dict__", {})
