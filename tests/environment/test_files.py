@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt.environment.files import check_output, check_output_folder, write_output
+from memopt.environment.files import check_output, check_output_folder, parse_json, write_output
 from memopt.errors import OutputError
 
 
@@ -59,3 +59,9 @@ def test_a_new_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
     write_output(tmp_path / "new", b"")
     (tmp_path / "plain").touch()
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("text", ['{"a": "b', '{"a": "b\n"}', '{"a": 1,\n}'], ids=["cut off", "line break", "comma"])
+def test_the_line_of_a_fault_in_json_is_given_once(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^.*[^t] at line \d$"):
+        parse_json(text.encode())

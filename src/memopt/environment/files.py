@@ -129,7 +129,7 @@ def parse_json(
         if b"\\u" in content:  # json.loads accepts half of a surrogate pair, which cannot be encoded again
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at line {error.lineno}") from None
+        raise ValueError(f"{error.msg.removesuffix(' at')} at line {error.lineno}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeError:
