@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+import memopt
 from memopt.kernels.replay import function as replay_function
 from memopt.patches.replay import patch_replay
 from memopt.patches.swap import is_swapped, unswap
@@ -186,3 +187,45 @@ def test_a_module_that_cannot_be_patched_is_left_as_it_was():
     with pytest.raises(ValueError, match="replaced on the instance"):
         patch_replay(module, site(), folded=True)
     assert isinstance(module.weight, nn.Parameter)
+
+
+TRAINED = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+
+def trained_scan(x: Tensor) -> Tensor:
+    return ((x * TRAINED).exp().sin().exp() * TRAINED).tanh()
+
+
+class ReadsTrained(nn.Module):
+    """Reads a trained tensor that is none of its parameters, directly or in a function of its own code."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.closure = place, lambda: TRAINED
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.place == "activation":
+            return torch.tanh(torch.exp(x * 0.1) * TRAINED.to(x.dtype))
+        if self.place == "closure":
+            return torch.tanh(torch.exp(x * 0.1) * self.closure().to(x.dtype))
+        if self.place == "norm":
+            return F.rms_norm(x, x.shape[-1:]) * TRAINED.to(x.dtype)
+        return trained_scan(x)
+
+
+@pytest.mark.parametrize("recipe", ["exact-unfolded", "exact-levels"])
+@pytest.mark.parametrize("place", ["activation", "closure", "norm", "function"])
+def test_a_trained_tensor_that_is_no_parameter_of_the_module_gets_its_gradient(place: str, recipe: str) -> None:
+    blocks = [
+        nn.Sequential(nn.Linear(8, 8), ReadsTrained(place), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        for _ in range(3)
+    ]
+    model = nn.Sequential(*blocks).double().train()
+    x, found = torch.randn(2, 5, 8, dtype=torch.float64), []
+    for patches in (False, True):
+        if patches:
+            memopt.patch(model, recipe=recipe, inputs={"input": x})
+        TRAINED.grad = None
+        model(x).sin().sum().backward()
+        found.append(TRAINED.grad)
+    torch.testing.assert_close(found[1], found[0])

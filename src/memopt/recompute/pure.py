@@ -63,8 +63,9 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
     """For each tensor that ``function(*args, **kwargs)`` returns (`tree_leaves`), whether it requires a gradient.
-    Raises a NotPureError if a call on meta tensors fails, draws random numbers, changes an argument or returns tensors
-    that are not new. Changes of other state (globals, closures) are not detected."""
+    Raises a NotPureError if a call on meta tensors fails, draws random numbers, changes an argument, reads a trained
+    tensor that is none (which would get no gradient) or returns tensors that are not new. Changes of other state
+    (globals, closures) are not detected."""
     with no_modes(), no_torch_function(), without_foreign_hooks():
         copies: dict[int, Tensor] = {}
         given, named = on_meta(tuple(args), copies), {name: on_meta(value, copies) for name, value in kwargs.items()}
@@ -76,7 +77,23 @@ def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
             raise NotPureError(f"it does not run without values ({type(error).__name__})") from error
         if random.found or versions != versions_of([*copies.values()]):
             raise NotPureError("it draws random numbers or changes its arguments")
+        if _reads_trained(returned):
+            raise NotPureError("it reads a trained tensor that is no argument")
         return tuple(_of_new(returned, copies))
+
+
+def _reads_trained(returned: Sequence[Any]) -> bool:
+    """Whether the graph of `returned` has a leaf with values, where all arguments were on meta."""
+    left, seen = [each.grad_fn for each in returned if isinstance(each, Tensor)], {None}
+    while left:
+        node: Any = left.pop()
+        if node not in seen:
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and not leaf.is_meta:
+                return True
+            left += [each for each, _ in node.next_functions]
+    return False
 
 
 def _of_new(returned: Sequence[Any], given: Mapping[int, Tensor]) -> list[bool]:

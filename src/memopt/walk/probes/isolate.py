@@ -37,13 +37,15 @@ class Isolated:
         assert parameter is not None
         return parameter
 
-    def run(self, *inputs: Tensor, values: Mapping[str, Tensor] | None = None, native: bool = False) -> Tensor:
+    def run(
+        self, *inputs: Tensor, values: Mapping[str, Tensor] | None = None, native: bool = False, grad: bool = False
+    ) -> Tensor:
         """Output of the forward on `inputs` with the given parameter values; fp64 throughout unless `native`."""
         for name, value in (values or {}).items():
             parameter = self.parameter(name)
             parameter.data = value.reshape(parameter.shape)
         given = [each.clone() for each in inputs]  # a forward may write into its input
-        with torch.no_grad(), nullcontext() if native else Float64Mode():
+        with torch.set_grad_enabled(grad), nullcontext() if native else Float64Mode():
             y = self.module.forward(*given)
         if not isinstance(y, Tensor):
             raise TypeError("the output is not one tensor")
@@ -80,11 +82,13 @@ class Isolated:
             self.module.eval().requires_grad_(False)
 
     def tries(self, *inputs: Tensor) -> torch.Size | None:
-        """Shape of the output; None if the forward does not run on `inputs`."""
+        """Shape of the output; None if the forward does not run on `inputs`, or if it reads a trained tensor that is no
+        parameter of the module (a global one), which would get no gradient from a forward that runs again."""
         try:
-            return self.run(*inputs).shape
+            y = self.run(*inputs, grad=True)
         except Exception:  # a forward may raise anything
             return None
+        return y.shape if not y.requires_grad or any(p.requires_grad for p in self.module.parameters()) else None
 
 
 class Traces:
