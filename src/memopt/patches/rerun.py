@@ -112,13 +112,19 @@ def has_gradient(value: Any, depth: int = 3) -> bool:
 class Held:
     """The values in some slots at the time of a forward, and the versions of the tensors among them."""
 
-    __slots__ = ("_own", "_tensors", "_trained", "slots", "values", "versions")
+    __slots__ = ("_own", "_results", "_tensors", "_trained", "slots", "values", "versions")
 
     def __init__(self, slots: Sequence[Slot], *, copies: bool = False) -> None:
         """With `copies`, containers are copied, because the forward may change them in place."""
         self.slots, self.values = slots, _standing_in(slots)
         if copies:
             self.values = list(map(copied, self.values))
+        self._results: set[int] = set()
+        for i, ((_, name), value) in enumerate(zip(slots, self.values, strict=True)):
+            if type(value) is Tensor and value.grad_fn is not None and name not in WEIGHTS:
+                # Without its graph, which would hold that of the forward before, and so on.
+                self.values[i] = value.detach().requires_grad_()
+                self._results.add(id(self.values[i]))
         self._tensors = [value for value in self.values if isinstance(value, Tensor)]
         self.versions = versions_of(self._tensors)
         self._trained = [each.requires_grad for each in self._tensors]
@@ -161,7 +167,7 @@ class Held:
         after = versions_of(self._tensors)
         moved = {id(t) for t, a, b in zip(self._tensors, after, self.versions, strict=True) if a != b}
         pairs = zip(_standing_in(self.slots), self.values, strict=True)
-        return [i for i, (now, value) in enumerate(pairs) if id(value) in moved or not _is_same(now, value)]
+        return [i for i, (now, value) in enumerate(pairs) if id(value) in moved or not is_same(now, value)]
 
     def lent(
         self,
@@ -194,8 +200,9 @@ class Held:
             elif version != expected and id(value) not in self._own and (is_read is None or is_read(i, *slot)):
                 owner = _name_of(slot, module)
                 raise changed_in_place(f"'{slot[1]}' {list(value.shape)} of {owner}", version, expected, why)
-            elif now[i] is not value and (isinstance(value, CONTAINERS) or not _is_same(now[i], value)):
-                lent.append((slot, copied(value)))  # also of equal contents: the second run may add to a container
+            elif now[i] is not value and (isinstance(value, CONTAINERS) or not is_same(now[i], value)):
+                # Also of equal contents: the second run may add to a container.
+                lent.append((slot, _Apart.apply(value) if id(value) in self._results else copied(value)))
         return lent
 
 
@@ -213,15 +220,6 @@ def copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, CONTAINERS) else value
 
 
-def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors in `values`, and in containers nested in them."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    for value in values:
-        if isinstance(value, (tuple, *CONTAINERS)):
-            tensors += tensors_in([*value.values()] if isinstance(value, dict) else [*value])
-    return tensors
-
-
 class _Apart(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -232,11 +230,13 @@ class _Apart(DirectFunction):
         return dy
 
 
-def apart(values: list[Any]) -> list[Any]:
+def apart(values: Iterable[Any], *, leaves: bool = False) -> list[Any]:
     """`values` with another tensor, of the same memory, for each one in the graph, also inside tuples, lists and dicts.
-    A hook that a module's second run registers is then none of the tensor whose gradient backward computes later."""
+    A hook that a module's second run registers is then none of the tensor whose gradient backward computes later. With
+    `leaves`, for tensors that are leaves: a first run saves them in the way in which the second run saves others."""
     others: dict[int, Tensor] = {}
-    return [_other(each, others) for each in values]
+    is_left = [leaves and not (isinstance(each, Tensor) and each.is_leaf) for each in values]
+    return [each if left else _other(each, others) for each, left in zip(values, is_left, strict=True)]
 
 
 def _other(value: Any, others: dict[int, Tensor]) -> Any:
@@ -249,12 +249,13 @@ def _other(value: Any, others: dict[int, Tensor]) -> Any:
     return {key: _other(each, others) for key, each in value.items()} if type(value) is dict else value
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values of a slot are one object, or equal numbers, texts, or containers of the same objects."""
     if a is b or type(a) is not type(b):
         return a is b
     if isinstance(a, CONTAINERS):
         values = [[*each, *each.values()] if isinstance(each, dict) else each for each in (a, b)]
-        return len(a) == len(b) and all(map(_is_same if type(a) is list else is_, *values))
+        return len(a) == len(b) and all(map(is_same if type(a) is list else is_, *values))
     return type(a) in NUMBERS and bool(a == b)
 
 

@@ -7,7 +7,7 @@ arguments themselves are copied for the second run (`memopt.patches.rerun.copied
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -79,3 +79,12 @@ def _fill(held: Any, items: list[Any]) -> None:
     else:
         held.clear()
         held.extend(items)
+
+
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors in `values`, and in containers nested in them."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    for value in values:
+        if isinstance(value, (tuple, *CONTAINERS)):
+            tensors += tensors_in([*value.values()] if isinstance(value, dict) else [*value])
+    return tensors

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.patches.checkpointing.contents import Contents
+from memopt.patches.checkpointing.contents import Contents, tensors_in
 from memopt.patches.checkpointing.decisions import Decisions, Generator, drew_from, generators_of, in_states
 from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention
@@ -25,6 +25,7 @@ from memopt.patches.rerun import (
     MODES,
     OF_EVERY_MODULE,
     PLAIN,
+    WEIGHTS,
     Held,
     HookTable,
     Slot,
@@ -32,9 +33,9 @@ from memopt.patches.rerun import (
     attending_with,
     copied,
     hooks_as_before,
+    is_same,
     standing,
     tables_of_hooks,
-    tensors_in,
 )
 from memopt.patches.swap import Notes, is_watched
 from memopt.patches.unseen import Values
@@ -80,14 +81,14 @@ class BlockState(Notes):
     def learn(self, block: nn.Module) -> None:
         """Look up where `block` holds state, if its modules or the number of its tensors have changed."""
         parts = list(chain.from_iterable(map(dict.values, self._children)))
-        if parts == self._parts and sum(map(len, self._tables)) == self._size:
+        if parts == self._parts and sum(map(len, self._tables)) + sum(map(len, self._may_grow)) == self._size:
             return
         modules = list(block.modules())
         self._children = [module._modules for module in modules]
         self._parts = list(chain.from_iterable(map(dict.values, self._children)))
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
         self.hooks = tables_of_hooks(modules[1:])
-        self._size, self.looks = sum(map(len, self._tables)), 0
+        self.looks = 0
         # A batch norm updates its statistics without a change of their versions, and may be trained later.
         norms = (module for module in modules if isinstance(module, BATCH_NORM_CLASSES))
         self.moving = {(id(norm._buffers), name) for norm in norms for name in norm._buffers}
@@ -101,12 +102,15 @@ class BlockState(Notes):
             own = vars(module)
             # Engines keep their own counters as attributes of modules with hooks; these are not state.
             looked_at = MODES if is_watched(module) else (*MODES, *own.keys() - OF_EVERY_MODULE)
-            self.slots += [(own, name) for name in looked_at if name in own and _is_state(own[name])]
+            self.slots += [(own, name) for name in looked_at if name in own and _is_state(own[name], name)]
             _add_tables(inside, [own[name] for name in looked_at if name in own])
             self._may_grow += () if is_watched(module) else (own, module._buffers)
         self._checked = len(self.slots)
-        self.slots += [(table, name) for table in inside.values() for name, held in table.items() if _is_state(held)]
+        self.slots += [
+            (table, name) for table in inside.values() for name, held in table.items() if _is_state(held, name)
+        ]
         self._may_grow += inside.values()
+        self._size = sum(map(len, self._tables)) + sum(map(len, self._may_grow))
 
     def before(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Each table in which a forward may create state, with a copy of it."""
@@ -131,8 +135,21 @@ class BlockState(Notes):
         self._drew += [each for each in drew if each not in self._drew]
         if self.looks == _LOOKS:
             self.generators = self._drew
-            self.slots = [slot for place, slot in enumerate(self.slots) if self.is_read(place, *slot)]
+            # What is None may be a tensor in other calls.
+            self.slots = [
+                (table, name)
+                for place, (table, name) in enumerate(self.slots)
+                if table.get(name) is None or self.is_read(place, table, name)
+            ]
             self._checked = len(self.slots)
+
+    def changes(self, lent: Sequence[tuple[Slot, Any]]) -> None:
+        """Record slots that hold other values at the second run than at the first: the model's code may set them."""
+        changed = [slot for slot, value in lent if not is_same(slot[0].get(slot[1], ABSENT), value)]
+        if new := [(table, name) for table, name in changed if (id(table), name) not in self.moving]:
+            self.moving.update((id(table), name) for table, name in new)
+            known = {(id(table), name) for table, name in self.slots}
+            self.slots = [*self.slots, *((table, name) for table, name in new if (id(table), name) not in known)]
 
     @contextmanager
     def proving(self, changed: Sequence[Tensor], block: nn.Module) -> Iterator[None]:
@@ -158,7 +175,7 @@ class BlockState(Notes):
         return is_mask and (name in self.written or self.looks < _LOOKS)
 
     def is_read(self, place: int, table: dict[Any, Any], name: Any) -> bool:
-        """Whether the value in a slot matters: tensors and modes of modules do, others if the forward changed them."""
+        """Whether the value in a slot matters: tensors and modes of modules do, others if they were seen to change."""
         held = name in MODES or isinstance(table.get(name), Tensor)
         return (id(table), name) in self.moving or (held and place < self._checked)
 
@@ -209,10 +226,20 @@ class RunsTwice:
         for tensor in self._lost:
             raise _unseen(self._block, tensor)
         lent = self._held.lent(self._block, _WHY, self._copies, is_read=self._state.is_read)
+        self._state.changes(lent)
         lent += _shadows(self._block, lent) if lent else []
+        lent += self._changing(lent)
         with self._contents.standing():
             again, named = self._arguments_again(args)
             return self._second(lent, functools.partial(self._function, **named), again)
+
+    def _changing(self, lent: Sequence[tuple[Slot, Any]]) -> list[tuple[Slot, Any]]:
+        """The slots that the forward changes, and that hold their value of before it again, without those in `lent`:
+        the second run will change them, too."""
+        assert self._held is not None
+        left = self._state.moving - {(id(table), name) for (table, name), _ in lent}
+        values = zip(self._held.slots, self._held.values, strict=True) if left else ()
+        return [((table, name), value) for (table, name), value in values if (id(table), name) in left]
 
     def _second(self, lent: Sequence[tuple[Slot, Any]], function: Callable[..., Any], args: Sequence[Any]) -> Any:
         assert self._held is not None
@@ -250,9 +277,11 @@ class RunsTwice:
         self._generators = state.generators
         self._random = [read() for read, _ in self._generators]
         self._decisions = Decisions(args) if looks or state.decides else None
+        values = apart((*args, *named.values()), leaves=True)
+        function = functools.partial(self._function, **dict(zip(named, values[len(args) :], strict=True)))
         try:
             with self._by_heads, self._decisions or nullcontext(), self._attention or nullcontext():
-                return self._function(*args)
+                return function(*values[: len(args)])
         finally:
             self._keep_written(masks, named)
             state.decides |= self._decisions is not None and bool(self._decisions.made)
@@ -320,16 +349,15 @@ def _unseen(block: nn.Module, tensor: Tensor) -> RuntimeError:
     return changed_in_place(f"'{name}' {list(tensor.shape)}", version, tensor._version, _WHY)
 
 
-def _is_state(value: Any) -> bool:
-    # A tensor that requires a gradient may be a result of the last call, whose graph it would keep alive.
-    if isinstance(value, Tensor):
-        return not value.requires_grad
+def _is_state(value: Any, name: Any) -> bool:
+    if isinstance(value, Tensor):  # tools that compute weights do so for the second run, too
+        return not (value.requires_grad and name in WEIGHTS)
     return type(value) in (tuple, *PLAIN) or isinstance(value, CONTAINERS)
 
 
 def _may_be_recreated(name: Any, value: Any) -> bool:
-    """Whether the second run may create `value` once more: not what has a gradient, nor memopt's own attributes."""
-    is_trained = isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad)
+    """Whether the second run may create `value` once more: not what is trained, nor memopt's own attributes."""
+    is_trained = isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad and value.is_leaf)
     return not is_trained and not (isinstance(name, str) and name.startswith("_memopt"))
 
 
