@@ -139,3 +139,5 @@ class ChangesInput(nn.Module):
 def test_a_norm_whose_input_is_changed_in_place_after_it_is_recorded() -> None:
     sites = find_sites(ChangesInput(), {"x": torch.randn(2, 3, 8)})
     assert {norm.name: norm.input_changes for norm in sites.norms} == {"first": True, "second": False}
+    assert not any(norm.output_changes for norm in sites.norms)
+    assert sites.overwritten == ("first",)

@@ -51,6 +51,7 @@ READS = "read recomputed"
 SCOPE = "scope"
 _WILDCARDS = frozenset("*?[")
 EXCLUDED = "excluded by the recipe's targets or ignore"
+OVERWRITTEN = "an input of it is changed in place, from which it would run again in backward"
 
 
 class Strict(BaseModel):

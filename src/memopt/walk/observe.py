@@ -220,6 +220,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
         loss_heads=tuple(heads),
         blocks=blocks,
         run_once=tuple(_run_once(observed, blocks)),
+        overwritten=tuple(sorted(mode.overwritten & ({*mode.norms} | {x.name for x in activations if x.is_module}))),
         hidden_size=_hidden_size(config, norms),
         skipped=tuple(skipped.items()),
         notes=tuple(_notes(observed, norms, unknown)),

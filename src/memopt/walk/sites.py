@@ -111,6 +111,8 @@ class NormSite:
     """False when no forward of the walk ran this module."""
     input_changes: bool = False
     """Whether a forward of the walk changed the module's input in place after the module ran."""
+    output_changes: bool = False
+    """Whether a forward of the walk changed the module's output in place."""
     intermediates: bool = True
     """Whether the stock module saves more than its inputs for backward; not measured for kinds with a formula."""
     by_rows: bool = False
@@ -304,6 +306,8 @@ class Sites:
     """Names of the repeated blocks, in order of execution."""
     run_once: tuple[tuple[str, str], ...] = ()
     """(block, reason) of blocks whose forward may not run again in backward."""
+    overwritten: tuple[str, ...] = ()
+    """Names of the norms and activations of which a training forward changed an argument in place afterwards."""
     hidden_size: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
     """(module, reason) of modules that look like a norm but are not one that can be rewritten."""

@@ -40,12 +40,13 @@ def ms_norm(
     shares: bool = False,
     residual: Tensor | None = None,
     keeps_input: bool = False,
+    copies_output: bool = False,
 ) -> Tensor:
     """Norm over the last dimension that keeps x_hat and rstd for backward.
 
     Args:
         x: (..., hidden), floating point; any strides.
-        weight, bias: (hidden,) or None; without both, y is x_hat.
+        weight, bias: (hidden,) or None; without both, y is x_hat, and must not be changed in place before backward.
         spec: family, eps, offset, casting order.
         dtype: dtype of the result.
         kept_dtype: dtype of the saved x_hat (autocast's) if the result has another one; `dtype` by default.
@@ -55,6 +56,7 @@ def ms_norm(
         keeps_input: save `x` in the place of x_hat if that takes no more bytes and the output, recomputed from x_hat,
             would be rounded otherwise than in the forward: a 16-bit RMS norm that rounds after its weight. `x` must not
             be changed in place afterwards.
+        copies_output: return a copy where y would be x_hat, so that y may be changed in place. Readers save x_hat.
 
     Returns:
         y: (..., hidden) in `dtype`.
@@ -70,13 +72,13 @@ def ms_norm(
         y, *_ = norm_ops.ms_norm(x, weight, bias, *options, residual)
         return y
     kept_dtype = kept_dtype if shares or not bare else dtype
-    arguments, recompute, narrow = _plan(spec, x.dtype, dtype, kept_dtype)
+    arguments, recompute, narrow = _plan(spec, x.dtype, dtype, kept_dtype, copies_output=copies_output and bare)
     if keeps_input and arguments.rounds_anew and residual is None and _may_be_kept(x, weight, arguments):
         arguments, recompute, narrow = _plan(spec, x.dtype, dtype, kept_dtype, True)
     saved: list[Any] = []
     y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
     x_hat, scale, shift, recomputed = saved
-    if arguments.casts or not bare:
+    if arguments.casts or arguments.copies_output or not bare:
         cast = narrow if shares and dtype is not kept_dtype else None
         recomputed.function = recompute
         attach_spec(y, (x_hat, scale, shift), recomputed, are_private=not arguments.keeps_input, narrow=cast)
@@ -88,14 +90,19 @@ def ms_norm(
 
 @functools.lru_cache(maxsize=256)
 def _plan(
-    spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype, kept_dtype: torch.dtype, keeps_input: bool = False
+    spec: NormSpec,
+    x_dtype: torch.dtype,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+    keeps_input: bool = False,
+    copies_output: bool = False,
 ) -> tuple[NormArguments, Recompute, Recompute]:
     """A norm's arguments beside its tensors, and functions that recompute its output in `dtype` and in `kept_dtype`."""
 
     def recompute(arguments: NormArguments) -> Recompute:
         return lambda x_hat, scale, shift, *_: norm_ops.recompute_output(x_hat, *_rows(scale, shift), arguments)
 
-    arguments = NormArguments(spec, x_dtype, dtype, kept_dtype, keeps_input)
+    arguments = NormArguments(spec, x_dtype, dtype, kept_dtype, keeps_input, copies_output)
     return arguments, recompute(arguments), recompute(replace(arguments, dtype=kept_dtype))
 
 
@@ -126,7 +133,7 @@ def _rows(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Te
 
 
 class NormFunction(DirectFunction):
-    """Saves x_hat. The output is recomputed from x_hat, or is x_hat if there is neither an affine nor a cast."""
+    """Saves x_hat. The output is recomputed from x_hat, or is x_hat if there is no affine, no cast and no copy."""
 
     @staticmethod
     def forward(
@@ -140,8 +147,9 @@ class NormFunction(DirectFunction):
     ) -> Tensor | None:
         """Appends x_hat, the copies of the affine (two items) and the node's `Recomputed` to `saved`."""
         ctx.arguments, ctx.recomputed = arguments, Recomputed()
-        ctx.recomputes_output = weight is not None or bias is not None or arguments.casts
-        ctx.saves_output, ctx.rounds_anew = not ctx.recomputes_output, arguments.rounds_anew
+        computes = weight is not None or bias is not None or arguments.casts
+        ctx.recomputes_output = computes or arguments.copies_output
+        ctx.saves_output, ctx.rounds_anew = not ctx.recomputes_output, computes and arguments.rounds_anew
         scale, shift = _room(weight, bias), None
         y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual, scale)
         if weight is None:
@@ -150,7 +158,9 @@ class NormFunction(DirectFunction):
             scale, shift = weight.clone(), bias.clone()
         ctx.save_for_backward(x_hat, scale, shift, rstd)
         saved += (x_hat, scale, shift, ctx.recomputed)
-        return y if ctx.recomputes_output else x_hat
+        if ctx.recomputes_output:
+            return x_hat.clone() if y is None else y
+        return x_hat
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -56,6 +56,8 @@ class NormArguments:
     """Dtype of the saved x_hat."""
     keeps_input: bool = False
     """Whether x is saved, in the same dtype, in the place of x_hat; for kind "rms" with an affine."""
+    copies_output: bool = False
+    """Whether an output that would be x_hat itself is a copy of it, which other code may change in place."""
 
     casts: bool = field(init=False)
     """Whether the output is another tensor than x_hat even without weight and bias."""

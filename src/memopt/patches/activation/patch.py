@@ -7,7 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, get_args
 
-from memopt.patches.base import EXCLUDED, LEFT, OFF, Effect, InScopes, Live, Patch, PlanView, RecipeView, Rows, Rules
+from memopt.patches.base import (
+    EXCLUDED,
+    LEFT,
+    OFF,
+    OVERWRITTEN,
+    Effect,
+    InScopes,
+    Live,
+    Patch,
+    PlanView,
+    RecipeView,
+    Rows,
+    Rules,
+)
 from memopt.patches.capabilities import Checks, Output, Saves, Trial
 from memopt.recompute.rules import ELEMENTWISE
 from memopt.walk.sites import ActivationSite, Sites, is_inside, parent
@@ -80,6 +93,8 @@ class ActivationPatch(Patch, Checks):
         if gated:
             return "recompute", f"part of the gated MLP {site.gated_mlp}"
         if site.is_module and site.operations > 1:
+            if site.name in plan.sites.overwritten:
+                return LEFT, OVERWRITTEN
             return "recompute", f"keeps its input instead of {site.operations} intermediates"
         if site.next_linear is None:
             return LEFT, "no linear keeps its output: nothing to save"

@@ -49,6 +49,8 @@ class NormRewrite(Rewrite):
     keeps_input: bool
     """The input stays as it is, and more is computed of the output than products of linears, for which it may be needed
     to the bit: the input may be saved in the place of x_hat."""
+    copies_output: bool
+    """The output may be changed in place, by the model or by who calls it: it must not be the saved x_hat."""
     frozen: Frozen = ()
     dtypes: dict[object, torch.dtype | None] = field(default_factory=dict, compare=False, repr=False)
     """(dtypes of the tensors and of autocast, is CUDA) -> dtype of the stock module's output, None if it raises."""
@@ -73,7 +75,9 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
     with freezing(module, site if folded else None) as frozen:
         reads_x_hat = only_linears and all(consumer.same_storage for consumer in site.consumers)
         keeps_input = site.executed and not site.input_changes and not reads_x_hat
-        rewrite = NormRewrite(spec, weight, bias, only_linears, keeps_input, frozen)
+        leaves = any(reach.what == "model output" for reach in site.reaches)
+        copies = site.output_changes or leaves or not site.executed
+        rewrite = NormRewrite(spec, weight, bias, only_linears, keeps_input, copies, frozen)
         swap_forward(module, _forward, rewrite, _reads(module, rewrite, site.hidden_size or _ANY_WIDTH))
 
 
@@ -88,13 +92,12 @@ def _reads(module: nn.Module, rewrite: NormRewrite, width: int) -> Reads:
 def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     """``module(a + b)``; if `module` is patched, its norm operator reads both terms instead of their sum."""
     rewrite = swap_state(module) if is_swapped(module) else None
-    call = None
     if isinstance(rewrite, NormRewrite) and _are_alike(a, b) and not is_watched(module) and is_as_patched(module):
         call = _call(rewrite, module, a, b)
-    if call is None:
-        y: Tensor = module(a + b)
-        return y
-    return ms_norm(a, *call, b)
+        if call is not None:
+            return ms_norm(a, *call, b, copies_output=rewrite.copies_output)
+    y: Tensor = module(a + b)
+    return y
 
 
 def _are_alike(a: Tensor, b: Tensor) -> bool:
@@ -108,7 +111,9 @@ def _forward(
     call = _call(rewrite, module, *given) if len(given) == 1 and not steps_aside() else None
     if call is None:
         return stock(module, *args, **kwargs)
-    return ms_norm(given[0], *call, keeps_input=rewrite.keeps_input)
+    # A hook may change the output.
+    copies = call[0] is None and (rewrite.copies_output or is_watched(module))
+    return ms_norm(given[0], *call, keeps_input=rewrite.keeps_input, copies_output=copies)
 
 
 _Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype, bool]

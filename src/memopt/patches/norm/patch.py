@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, OFF, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.patches.base import EXCLUDED, LEFT, OFF, OVERWRITTEN, InScopes, Live, Patch, PlanView, Rows, Rules
 from memopt.patches.capabilities import Checks, Output, Saves
 from memopt.recompute.rules import NORMALISED
 from memopt.walk.sites import BATCH_STATISTICS, NormSite, Sites
@@ -103,6 +103,8 @@ def _decide(norm: NormSite, plan: PlanView) -> tuple[str, str]:
     is_read = norm.activations or any(each.fed_by == norm.name for each in plan.sites.linears)
     if not (norm.has_formula or norm.intermediates or is_read):
         return LEFT, "it saves only its input, and no linear, convolution or activation saves its output"
+    if not norm.has_formula and norm.name in plan.sites.overwritten:
+        return LEFT, OVERWRITTEN
     # Without a formula no x_hat is shared: the module saves its inputs, and its own forward runs again.
     action = "share" if norm.has_formula else "recompute"
     if norm.weight is None:

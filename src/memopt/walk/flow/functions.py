@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from memopt.recompute.pure import NotPureError, differentiable, form_of
+from memopt.recompute.versions import versions_of
 from memopt.saved.observer import Save
 from memopt.torch_compat import tree_leaves
 from memopt.walk.aten.parameters import storage_key
@@ -26,6 +27,9 @@ class _FunctionCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     returned: Any
+    given: list[Tensor]
+    versions: list[int]
+    """`given`, `versions`: the tensors among the arguments, and their versions when the call returned."""
     begun: int
     ended: int
     """`begun`, `ended`: how many functions of PyTorch had been called before the call, and until it returned."""
@@ -54,10 +58,10 @@ class FunctionCalls:
         def call(*args: Any, **kwargs: Any) -> Any:
             begun = self._called()
             returned = function(*args, **kwargs)
-            if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((args, kwargs))):
-                self._calls.append(
-                    _FunctionCall(self._here(), name, function, args, kwargs, returned, begun, self._called())
-                )
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            if any(each.requires_grad for each in given):
+                what, spans = (args, kwargs, returned, given, versions_of(given)), (begun, self._called())
+                self._calls.append(_FunctionCall(self._here(), name, function, *what, *spans))
             return returned
 
         return call
@@ -68,12 +72,14 @@ class FunctionCalls:
 
     def sites(self, saves: Sequence[tuple[Tensor, Save]], parameters: Collection[int | None]) -> list[FunctionSite]:
         """Functions that save large intermediates (of nested ones, the outermost), by the module that calls them."""
+        # Backward would call them again with other arguments.
+        changed = {each[:2] for each in self._calls if versions_of(each.given) != each.versions}
         proved: dict[FunctionName, bool] = {}
         chosen: list[_FunctionCall] = []
         # An inner function ends before the function that calls it, so the reverse order starts with outer functions.
         for call in reversed(self._calls):
             inner = any(each.begun <= call.begun and call.ended <= each.ended for each in chosen[-1:])
-            if inner or not _saves_much(call, saves, parameters):
+            if inner or call[:2] in changed or not _saves_much(call, saves, parameters):
                 continue
             if call.name not in proved:
                 proved[call.name] = _is_pure(call)

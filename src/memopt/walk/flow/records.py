@@ -57,10 +57,20 @@ class NormRecord:
     storages: set[int] = field(default_factory=set)
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)
     """The inputs of the forward that is running, with their versions."""
+    outputs: list[tuple[Tensor, int]] = field(default_factory=list)
+    """The outputs of the forward that is running, with their versions."""
     input_changes: bool = False
     """Whether a forward changed an input in place after the norm ran."""
+    output_changes: bool = False
+    """Whether a forward changed an output in place."""
 
     def ends(self) -> None:
         """Called at the end of a forward."""
-        self.input_changes |= any(versions_of([tensor]) != [version] for tensor, version in self.inputs)
+        self.input_changes |= _have_changed(self.inputs)
+        self.output_changes |= _have_changed(self.outputs)
         self.inputs.clear()
+        self.outputs.clear()
+
+
+def _have_changed(tensors: list[tuple[Tensor, int]]) -> bool:
+    return any(versions_of([tensor]) != [version] for tensor, version in tensors)

@@ -172,6 +172,7 @@ class ShadowMode(TorchDispatchMode):
                     self.labels.norm(name, output)
                 return
             record.inputs += zip(inputs, versions_of(inputs), strict=True)
+            record.outputs += zip([output], versions_of([output]), strict=True)
             width = output.shape[-1]
             if record.base < 0:
                 record.base, record.width = self._next_id, width

@@ -55,6 +55,7 @@ def _judged(mode: ShadowMode, record: NormRecord, readers: list[_Weight], loss_h
         consumers=tuple(weight.consumer(record, readers) for weight in readers),
         reaches=tuple(record.reaches),
         input_changes=record.input_changes,
+        output_changes=record.output_changes,
         fold_obstacles=tuple(dict.fromkeys(_obstacles(mode, record, readers))),
         cautions=tuple(_cautions(record, readers, loss_head)),
     )
