@@ -254,6 +254,24 @@ def test_vectors_of_tokens_are_no_logits() -> None:
     assert heads(_OfImages(), {"pixels": torch.randn(2, 9, 12)}) == []
 
 
+class _OfPixels(_OfImages):
+    """Its logits are one map an image, which a convolution computes, as in CLIPSeg."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.ConvTranspose2d(WIDTH, 1, 4, stride=4)
+
+    def forward(self, pixels: Tensor) -> dict[str, Tensor]:
+        x = self.norm(self.patch(pixels)).transpose(1, 2)
+        return {"logits": self.head(x.reshape(*x.shape[:2], 3, 3)).squeeze(1)}
+
+
+def test_a_map_of_a_convolution_is_no_logits() -> None:
+    model, pixels = _OfPixels(), torch.randn(2, 9, 12)
+    assert heads(model, {"pixels": pixels}) == []
+    memopt.patch(model, inputs={"pixels": pixels})(pixels)["logits"].sum().backward()
+
+
 def test_a_loss_of_rows_has_all_its_logits_at_once() -> None:
     ((parameter, _, obstacle),) = heads(_Classifier(), {"idx": batch()[0], "labels": torch.tensor([1, 2])})
     assert parameter == "lm_head.weight"

@@ -21,6 +21,9 @@ from memopt.walk.calls.outputs import output_tensors
 from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, LossHead
 
 _ONE_A_SAMPLE = "its logits are not a row of classes for each token, and small"
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 _SOFTMAXES = frozenset({"softmax", "_softmax"})
 #: Greatest relative difference between a head's classes and the rows of the input embedding: either may be padded.
 _PADDED = 0.1
@@ -163,6 +166,8 @@ class Labels:
         """Record the linear that computed `logits`, if any, as a head; the last `read` operations are the loss's."""
         if (found := self._logits(logits)) is not None and not self._linears[found[0]].computed:
             weight, operations = found
+            if isinstance(self._modules.get(self._linears[weight].module), _CONVOLUTIONS):
+                return  # it maps no row of features alone: the map of a segmentation (CLIPSeg)
             head = (dimensions, of_the_model, logits.shape[-1], operations[: len(operations) - read])
             self._heads[weight] = max(head, self._heads.get(weight, head))
 
