@@ -121,6 +121,18 @@ def test_an_image_alone_may_have_another_side(tmp_path: Path) -> None:
     assert 3.5 < large.total / small.total < 4.5
 
 
+def test_an_error_of_a_step_with_images_names_the_option_for_their_size(tmp_path: Path) -> None:
+    tower = {**_VISION, "model_type": "dinov2", "image_size": 32, "patch_size": 8}
+    towers = {f"{part}_model_config": tower for part in ("image", "patch", "fov")}
+    config = transformers.DepthProConfig(**towers, patch_size=32, fusion_hidden_size=16)
+    config.architectures = ["DepthProModel"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="too small") as raised:
+        compare_training(Request(tmp_path))
+    assert "--image-side" in str(raised.value.hint)
+    assert "--inputs" in str(raised.value.hint)
+
+
 @pytest.mark.parametrize(
     ("config", "asked", "message"),
     [

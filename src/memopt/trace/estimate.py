@@ -110,8 +110,10 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
             notes.append(_NO_LOSS)
         return output
 
+    source: Example | Batch | None = inputs
     try:
-        source = example_of(config, of.sites, training) if inputs is None else inputs
+        if source is None:
+            source = example_of(config, of.sites, training)
         by_shapes = isinstance(source, Example) and not source.is_read
         reads = contextlib.nullcontext() if by_shapes else FakeReads()
         notes.extend(notes_of(model))
@@ -131,6 +133,8 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         hint = "Use another --precision." if "expected scalar type" in str(error) else PASS_INPUTS
         if training.image_side is not None:
             hint = "Leave out --image-side: the model may take images of one size only."
+        elif isinstance(source, Example) and any("pixel" in name for name in source.inputs):
+            hint = f"Give images of another size: --image-side. {PASS_INPUTS}"
         if training.train == "qlora" and "uint8" in str(error):
             hint = (
                 "Its code multiplies with a weight that would be in 4 bits: name it in llm_int8_skip_modules of "
