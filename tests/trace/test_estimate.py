@@ -18,6 +18,7 @@ from memopt.errors import ModelError
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe, load_recipe
+from memopt.prediction.subject import step_of
 from memopt.torch_compat import FakeTensorMode
 from memopt.trace import estimate, trace
 from memopt.trace.account import Account
@@ -357,6 +358,21 @@ def test_a_row_beyond_a_table_of_positions_is_an_error(name: str, positions: str
     assert trace_account(Step(config, Training(1, 64), sites)).total
     rotary = named_config("llama", max_position_embeddings=64)
     assert trace_account(Step(rotary, Training(1, 65), sites_of(rotary))).total
+
+
+def test_rows_for_padding_in_a_table_of_positions_are_no_positions(tmp_path: Path) -> None:
+    settings = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.RobertaConfig(
+        **settings, vocab_size=99, max_position_embeddings=34, architectures=["RobertaForMaskedLM"]
+    )
+    real = transformers.RobertaForMaskedLM(config)
+    real(torch.full((1, 32), 5))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        real(torch.full((1, 33), 5))
+    config.save_pretrained(tmp_path)
+    assert step_of(Request(tmp_path)).training.seq == 32
+    with pytest.raises(ModelError, match=r"--seq 33 is more than the 32 positions .* has 34, but 2 of them"):
+        trace_account(step_of(Request(tmp_path, seq=33)))
 
 
 def test_adapters_too_large_to_make_are_an_error() -> None:

@@ -239,18 +239,37 @@ _POSITIONS = (
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Number of token positions of a model; None if its config has no such field."""
+    """Number of token positions of a model, without those that its table keeps for padding (RoBERTa: 512 of 514); None
+    if its config has no such field."""
+    limit = _stated_positions(config)
+    if limit is None or not any(getattr(node, "pad_token_id", None) for node in config_nodes(config)):
+        return limit
+    return limit - _padding_positions(build_meta(config), limit)
+
+
+def _stated_positions(config: PreTrainedConfig) -> int | None:
     limits = (getattr(node, name, None) for node in config_nodes(config) for name in _POSITIONS)
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
+def _padding_positions(model: PreTrainedModel, limit: int) -> int:
+    """Positions among `limit` that no token gets: in a table whose row for padding is not its first, tokens have the
+    rows behind that row (fairseq)."""
+    rows = (each.padding_idx for each in _tables(model) if each.num_embeddings == limit)
+    return max((row + 1 for row in rows if row), default=0)
+
+
 def _too_long(model: PreTrainedModel, seq: int | None) -> ModelError | None:
     """The error for rows of `seq` tokens, if these are more than the positions in the config of `model`."""
-    most = max_positions(model.config)
-    if seq is None or most is None or seq <= most:
+    limit = _stated_positions(model.config)
+    if seq is None or limit is None:
         return None
-    name = type(model).__name__
-    return ModelError(f"--seq {seq} is more than the {most} positions in the config of {name}.", "Use a smaller --seq.")
+    padding, name = _padding_positions(model, limit), type(model).__name__
+    if seq <= limit - padding:
+        return None
+    message = f"--seq {seq} is more than the {limit - padding} positions in the config of {name}."
+    without = f" The config has {limit}, but {padding} of them are for padding." if padding else ""
+    return ModelError(message, f"Use a smaller --seq.{without}")
 
 
 def _too_large(training: Training) -> ModelError:
@@ -261,16 +280,20 @@ def _too_large(training: Training) -> ModelError:
 
 def has_table_of_positions(model: PreTrainedModel) -> bool:
     """Whether an embedding or a buffer of the model has one entry for each position, so that longer rows fail."""
-    limit = max_positions(model.config)
+    limit = _stated_positions(model.config)
     if limit is None:
         return False
+    sizes = {each.num_embeddings for each in _tables(model)}.union(*(each.shape for each in model.buffers()))
+    return not sizes.isdisjoint(range(limit, limit + 3))  # some tables begin with rows for padding
+
+
+def _tables(model: PreTrainedModel) -> list[nn.Embedding]:
+    """The embeddings of `model` but that of its words."""
     try:
         words = model.get_input_embeddings()
     except NotImplementedError:  # of several towers, say CLIP's
         words = None
-    tables = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding) and each is not words}
-    sizes = tables.union(*(each.shape for each in model.buffers()))
-    return not sizes.isdisjoint(range(limit, limit + 3))  # some tables begin with rows for padding
+    return [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
 
 
 def _widen_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
