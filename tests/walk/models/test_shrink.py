@@ -106,6 +106,13 @@ def test_the_first_layers_are_the_ones_kept() -> None:
     assert small.layer_types == config.layer_types[: small.num_hidden_layers]
 
 
+def test_layers_that_a_config_lists_without_a_count_are_cut() -> None:
+    kinds = ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"]
+    config = transformers.NemotronHConfig(layers_block_type=kinds * 10)
+    assert "num_hidden_layers" not in vars(config)
+    assert shrink(config).layers_block_type == kinds
+
+
 def test_dense_layers_before_the_sparse_ones_are_kept() -> None:
     small = shrink(transformers.DeepseekV3Config())
     assert small.num_hidden_layers == small.first_k_dense_replace + 1

@@ -58,7 +58,8 @@ def _cut_node(node: PreTrainedConfig, depth: int) -> None:
     if isinstance(depths := vars(node).get("depths"), list | tuple):
         # A pyramid keeps its stages, since its widths and consumers are listed by stage; each stage has fewer layers.
         main = {name: value for name, value in main.items() if value != len(depths)}
-    longest = max(main.values(), default=0)
+    # Nemotron-H counts no layers: it lists their types.
+    longest = max(main.values(), default=len(vars(node).get(standard_name(node, "layer_types")) or ()))
     # A count that equals the length of a list counts that list's items (the convolutions before the layers).
     lengths = {len(value) for value in vars(node).values() if isinstance(value, list | tuple)} - {longest}
     for name, value in main.items():
