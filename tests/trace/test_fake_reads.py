@@ -13,9 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memopt.reporting.build import compare_training
 from memopt.torch_compat import known_values, set_known_values
+from memopt.trace.account import account
 from memopt.trace.fake import FakeReads, FiniteValues
 from memopt.trace.trace import trace_account
 from memopt.trace.training import Request, Step, Training
+from memopt.walk.models.build import build_meta
+from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 
 
@@ -61,6 +64,32 @@ def test_experts_are_picked_as_often_as_each_other(shape: tuple[int, int]) -> No
         assert all(len(set(picked.tolist())) == 2 for picked in experts.movedim(dim, 1))
         assert sorted(scores.argmax(dim).tolist()) == sorted(scores.max(dim).indices.tolist()) == [0, 0, 1, 1, 2, 3]
         assert int(scores.long().max()) == 1
+
+
+def test_the_tokens_of_each_expert_are_counted_in_zeros_with_a_one_for_each() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), FiniteValues(), FakeReads():
+        _, experts = torch.zeros(6, 4).topk(2, dim=1)
+        gates = torch.zeros(6, 4, dtype=torch.bfloat16).scatter(1, experts, 1)
+        assert isinstance(gates, FakeTensor)
+        assert gates.long().sum(0).tolist() == [3, 3, 3, 3]
+        changed = torch.zeros(6, 4)
+        changed += 1
+        assert known_values(changed.scatter(1, experts, 1)) is None
+
+
+def test_a_model_that_splits_its_tokens_by_their_number_for_each_expert_is_traced() -> None:
+    config = transformers.JetMoeConfig(
+        hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8,
+        num_local_experts=4, vocab_size=50, max_position_embeddings=64, architectures=["JetMoeForCausalLM"],
+    )  # fmt: skip
+    sites = find_sites(build_meta(config))
+    training = Training(batch=2, seq=10, precision="fp32", dropout=False, cuda_kernels=False)
+    counted = trace_account(Step(config, training, sites))
+    model = transformers.JetMoeForCausalLM(config).eval()
+    ids = torch.arange(20).reshape(2, 10)
+    # How many tokens each expert gets changes no sum of bytes.
+    real = account(model, lambda: model(ids, labels=ids, use_cache=False), blocks=sites.blocks, sites=sites)
+    assert counted.total == real.total
 
 
 def test_an_additive_mask_of_a_mask_with_values_has_values() -> None:

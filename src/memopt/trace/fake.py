@@ -204,13 +204,9 @@ _OF_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": Fals
 #: Operations that take a list of indices.
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 #: Operations that read values: their results are values, or positions and counts of values.
-_READING = (
-    torch.ops.aten._local_scalar_dense,
-    torch.ops.aten.nonzero,
-    torch.ops.aten.repeat_interleave,
-    torch.ops.aten._unique2,
-    torch.ops.aten.masked_select,
-)
+_READING = (_aten._local_scalar_dense, _aten.nonzero, _aten.repeat_interleave, _aten._unique2, _aten.masked_select)
+#: Operations that make zeros, and the most of them whose values are known after a scatter.
+_ZEROS, _MOST_KNOWN = (_aten.zeros, _aten.zeros_like, _aten.new_zeros), 1 << 22
 #: Operations that return indices of the largest elements -> (position of the argument `dim`, its default).
 _PICKING = {
     torch.ops.aten.topk.default: (2, -1),
@@ -242,8 +238,8 @@ class FiniteValues(TorchFunctionMode):
             return func(*args, **kwargs)
         if values is not None and any(isinstance(each, Tensor) for each in tree_leaves((args[1:], kwargs))):
             values = None
-        if values is not None and name == "nonzero":
-            return _positions(func, values, kwargs)
+        if values is not None and (name == "nonzero" or (name == "unbind" and values.dim() == 1)):  # of `tolist`
+            return _with_values(func, values, args[1:], kwargs)
         output = func(*args, **kwargs)
         if not isinstance(output, FakeTensor) or not args or not isinstance(args[0], Tensor):
             return output
@@ -265,16 +261,16 @@ class FiniteValues(TorchFunctionMode):
         return output
 
 
-def _positions(nonzero: Any, values: Tensor, kwargs: Any) -> Any:
-    """`nonzero` of a fake tensor with `values`, which decide the result's shape; operators on fake tensors cannot."""
+def _with_values(func: Any, values: Tensor, rest: Sequence[Any], kwargs: Any) -> Any:
+    """`func` of a fake tensor with `values`, in fake tensors with values: they may decide the result's shape."""
 
     def fake(found: Tensor) -> Tensor:
         output = torch.empty(found.shape, dtype=found.dtype)
         set_known_values(output, found)
-        return output
+        return output if found.dim() else torch.tensor(found.item(), dtype=found.dtype)
 
     with no_dispatch():
-        found = nonzero(values, **kwargs)
+        found = func(values, *rest, **kwargs)
     return tree_map(fake, found)
 
 
@@ -327,8 +323,13 @@ class FakeReads(TracingMode):
     Results of real tensors alone (token ids, sizes of images) stay real, and so do integers and single numbers that
     are created from no tensor (positions); a real mask picks as many elements as are True in it. A value that a fake
     tensor lacks ("as many features as placeholders?") reads as True or 1: every element is found, and every row is
-    repeated once. Indices of the largest elements (experts) are real, and each index occurs as often as the others.
+    repeated once. Indices of the largest elements (experts) are real, and each index occurs as often as the others; a
+    number that is scattered to such places of zeros has its value there: the tokens of each expert are counted.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._zeros = WeakTensorKeyDictionary()  # fake tensor of zeros -> its version then
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -343,6 +344,11 @@ class FakeReads(TracingMode):
         real = not fakes if tensors else _counts(func, args, kwargs)
         with unset_fake_temporarily() if real else contextlib.nullcontext():
             output = func(*args, **kwargs)
+        if packet in _ZEROS and isinstance(output, FakeTensor) and output.numel() <= _MOST_KNOWN:
+            self._zeros[output] = output._version
+        elif len(fakes) == 1 and func is _aten.scatter.value and self._zeros.get(args[0]) == args[0]._version:
+            with unset_fake_temporarily():
+                set_known_values(output, torch.zeros(args[0].shape, dtype=args[0].dtype).scatter(*args[1:]))
         return _picked(func, args, kwargs, output) if fakes and func in _PICKING else output
 
 
