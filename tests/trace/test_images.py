@@ -63,6 +63,17 @@ def mistral() -> PreTrainedConfig:
     return _config("mistral3", vision, spatial_merge_size=2)
 
 
+def clip() -> PreTrainedConfig:
+    """The forward's docstring gives the size of images by the config."""
+    vision = transformers.CLIPVisionConfig(**_VISION, image_size=32, patch_size=8)
+    return transformers.CLIPConfig(vision_config=vision.to_dict(), architectures=["CLIPForImageClassification"])
+
+
+def patchtst() -> PreTrainedConfig:
+    """Series of numbers."""
+    return transformers.PatchTSTConfig(d_model=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2)
+
+
 #: Name -> config, pixels a side that are asked for, and features of an image then.
 MODELS = {
     "llava": (llava(), None, 16),
@@ -140,8 +151,10 @@ def test_an_error_of_a_step_with_images_names_the_option_for_their_size(tmp_path
         (llava(), {"images": 2, "seq": 32}, "A row of 32 tokens is too short for images of 32 tokens"),
         (qwen(), {"images": 1, "seq": 200}, "A row of 200 tokens is too short for images of 258 tokens"),
         (llava(), {"images": 1, "image_side": 64}, "LlavaForConditionalGeneration cannot be traced"),
+        (clip(), {"image_side": 64}, r"Input image size \(64\*64\) doesn't match .*Leave out --image-side"),
+        (patchtst(), {"image_side": 64}, "The step has no image, so --image-side has no effect"),
     ],
-    ids=["no token", "too short", "too short with ends", "one size only"],
+    ids=["no token", "too short", "too short with ends", "one size only", "one size only, without text", "no image"],
 )
 def test_images_that_a_model_does_not_take_are_an_error(
     config: PreTrainedConfig, asked: dict[str, int], message: str, tmp_path: Path

@@ -34,6 +34,7 @@ from memopt.trace.fake import FakeReads, Fakes, FiniteValues, conversions_skippe
 from memopt.trace.kernels import STAND_INS, attention_traced, notes_of
 from memopt.trace.quantised import Quantisation, quantisation_of, quantise
 from memopt.trace.training import Step, Training
+from memopt.walk.calls.arguments.images import holds_images
 from memopt.walk.calls.batch import PASS_INPUTS, Batch
 from memopt.walk.calls.inputs import MASKS
 from memopt.walk.models.attention import FLASH, switch, without_packages
@@ -133,7 +134,7 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
         hint = "Use another --precision." if "expected scalar type" in str(error) else PASS_INPUTS
         if training.image_side is not None:
             hint = "Leave out --image-side: the model may take images of one size only."
-        elif isinstance(source, Example) and any("pixel" in name for name in source.inputs):
+        elif isinstance(source, Example) and holds_images(source.inputs):
             hint = f"Give images of another size: --image-side. {PASS_INPUTS}"
         if training.train == "qlora" and "uint8" in str(error):
             hint = (
@@ -154,10 +155,10 @@ def _sizes(config: PreTrainedConfig, arguments: Mapping[str, Any], image_side: i
         for name, value in arguments.items()
         if isinstance(value, Tensor) and value.is_floating_point() and name != "labels" and not name.endswith("mask")
     ]
+    if image_side is not None and not holds_images(arguments):
+        raise ModelError("The step has no image, so --image-side has no effect.", "Add --images 1, or leave it out.")
     if sizes:
         return [f"Inputs: {', '.join(sizes)}; others with --inputs batch.pt."]
-    if image_side is not None:
-        raise ModelError("The step has no image, so --image-side has no effect.", "Add --images 1, or leave it out.")
     idle = [each for each in ("vision", "audio", "speech") if getattr(config, f"{each}_config", None) is not None]
     how = "--images 1, or a batch: --inputs batch.pt" if "vision" in idle else "give a batch: --inputs batch.pt"
     why = f"memory for them is not counted; for a step with them, {how}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,11 @@ _STEP_FEATURES = 16
 
 #: Endings of the name of a grid argument; they name its columns: time, height and width, or height and width.
 _GRIDS = ("grid_thw", "grid_hws", "grid_hw")
+
+
+def holds_images(names: Iterable[str]) -> bool:
+    """Whether arguments of these names hold images or videos."""
+    return any("pixel" in name or name in _IMAGES or name.removesuffix("_videos").endswith(_GRIDS) for name in names)
 
 
 def image_alone(request: Request) -> Forms:

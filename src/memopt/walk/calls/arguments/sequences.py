@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from memopt.walk.calls.arguments.documented import described
-from memopt.walk.calls.arguments.images import image_forms, video_forms
+from memopt.walk.calls.arguments.images import holds_images, image_forms, video_forms
 from memopt.walk.calls.arguments.request import LENGTH, PADDING, PLACEHOLDERS, Forms, Kwargs, Request
 from memopt.walk.calls.arguments.singles import box, context, features, value_of
 from memopt.walk.calls.arguments.sounds import samples_of
@@ -166,6 +166,8 @@ def embedded(request: Request) -> Forms:
 def as_documented(request: Request) -> Forms:
     """Documented arguments: those not called optional, then these with any missing batch dimension added, then all."""
     more = {n: d for n, d in described(request).items() if not n.endswith(_NOT_GIVEN)}
+    if request.step.side is not None:  # a document has images of the side in the config
+        more = {n: d for n, d in more.items() if not holds_images([n])}
     wanted = {n: d for n, d in more.items() if not d.optional}
     rows = {n for n, d in wanted.items() if d.of_one_row}
     for detail, chosen, batched in (
