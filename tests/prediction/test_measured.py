@@ -126,6 +126,17 @@ def test_modules_to_save_are_trained_as_peft_trains_them(saved: tuple[str, ...],
     assert predict(of).peak.nbytes == pytest.approx(real.live_peak(), abs=256)
 
 
+@pytest.mark.parametrize(
+    ("name", "saved", "why"), [("llama", "layers", "No modules were targeted"), ("vit", "layers", ".*ModuleList")]
+)
+def test_modules_that_peft_cannot_train_in_full_are_named_in_an_error(name: str, saved: str, why: str) -> None:
+    config = named_config(name)
+    training = Training(2, 64, train="lora", modules_to_save=(saved,))
+    with pytest.raises(ModelError, match=f"PEFT cannot train these modules in full: {why}") as raised:
+        predict(Step(config, training, sites_of(config)))
+    assert raised.value.hint == "Name others with --modules-to-save."
+
+
 def test_a_module_to_save_that_is_none_is_an_error() -> None:
     config = named_config("llama")
     training = Training(2, 64, train="lora", modules_to_save=("lm_haed",))

@@ -37,7 +37,10 @@ def add_adapters(model: PreTrainedModel, sites: Sites, training: Training) -> nn
     config._register_custom_module({Linear4bit: _on_4_bits()})
     try:
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
+        if saved and "modules_to_save" in str(error):  # of a ModuleList, or of all that has targets
+            reason = f"PEFT cannot train these modules in full: {one_line(error)}."
+            raise ModelError(reason, "Name others with --modules-to-save.") from error
         others = [name for name in _names(sites) if f"'{name}'" not in str(error)]
         raise ModelError(
             f"PEFT cannot adapt these linears: {one_line(error)}.",
