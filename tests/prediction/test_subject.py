@@ -48,13 +48,15 @@ def test_the_code_applies_the_recipe_of_the_request(recipe: str | None, settings
 
 def test_another_class_than_the_config_names_is_said(tmp_path: Path) -> None:
     config = tiny_model("llama").config
-    for name, said in (("LLaMAForCausalLM", True), ("LlamaForCausalLM", False), (None, False)):
+    for name, said in (("LLaMAForCausalLM", True), ("BertModel", False), ("LlamaForCausalLM", False), (None, False)):
         config.architectures = [name] if name else None
         config.save_pretrained(tmp_path)
         notes = step_of(Request(tmp_path)).notes
         assert (
             "The config names LLaMAForCausalLM, which is unknown here; counted is LlamaForCausalLM." in notes
         ) is said
+        other = "The config names BertModel, which does not take this config; counted is LlamaForCausalLM."
+        assert (other in notes) is (name == "BertModel")
 
 
 def test_a_patched_folder_is_loaded_and_a_fold_is_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.checkpoint.fold import parameters_of
@@ -65,7 +66,8 @@ class Subject:
             check_peft()
         notes, found, named = [], model_class(config).__name__, named_classes(config)
         if named and found not in named:
-            notes.append(f"The config names {named[0]}, which is unknown here; counted is {found}.")
+            why = "does not take this config" if hasattr(transformers, named[0]) else "is unknown here"
+            notes.append(f"The config names {named[0]}, which {why}; counted is {found}.")
         if (method := other_method(config)) is not None:
             counted = (
                 "its linears are counted in bitsandbytes' 4 bits"
