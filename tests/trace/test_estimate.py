@@ -375,6 +375,18 @@ def test_rows_for_padding_in_a_table_of_positions_are_no_positions(tmp_path: Pat
         trace_account(step_of(Request(tmp_path, seq=33)))
 
 
+def test_an_error_of_a_row_of_all_positions_names_the_option_for_fewer(tmp_path: Path) -> None:
+    few = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_encoder_attention_heads": 2}
+    config = transformers.ProphetNetConfig(
+        **few, num_decoder_attention_heads=2, hidden_size=16, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=50,
+        max_position_embeddings=32, architectures=["ProphetNetForConditionalGeneration"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="fewer tokens than its config has positions: give a smaller --seq"):
+        trace_account(step_of(Request(tmp_path)))
+    assert trace_account(step_of(Request(tmp_path, seq=30))).total
+
+
 def test_adapters_too_large_to_make_are_an_error() -> None:
     with pytest.raises(ModelError, match="rank 1000000000000 are too large to make here"):
         traced("llama", train="lora", lora_rank=10**12)

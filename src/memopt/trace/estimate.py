@@ -136,6 +136,8 @@ def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
             hint = "Leave out --image-side: the model may take images of one size only."
         elif isinstance(source, Example) and holds_images(source.inputs):
             hint = f"Give images of another size: --image-side. {PASS_INPUTS}"
+        elif training.seq is not None and training.seq == max_positions(config):
+            hint = f"Its code may take fewer tokens than its config has positions: give a smaller --seq. {PASS_INPUTS}"
         if training.train == "qlora" and "uint8" in str(error):
             hint = (
                 "Its code multiplies with a weight that would be in 4 bits: name it in llm_int8_skip_modules of "
