@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from memopt.errors import ModelError
 from memopt.reporting.build import compare_training
-from memopt.trace.arguments import example_of
+from memopt.trace.account import account
+from memopt.trace.arguments import example_of, step_arguments
 from memopt.trace.trace import trace, trace_account
 from memopt.trace.training import Request, Step, Training
 from memopt.walk.models.build import build_meta
@@ -190,3 +191,20 @@ def test_a_forward_that_converts_a_part_to_the_dtype_that_it_has_runs_again_in_b
     sites, training = find_sites(build_meta(config)), Training(2, 24, "fp32", checkpointing="full")
     parts = {event.storage.part for event in trace(Step(config, training, sites)).events}
     assert "recomputed" in parts
+
+
+def test_codes_have_the_shape_that_the_forward_documents() -> None:
+    config = transformers.MusicgenDecoderConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2, num_codebooks=4,
+        pad_token_id=0, bos_token_id=1,
+        architectures=["MusicgenForCausalLM"],
+    )  # fmt: skip
+    sites = find_sites(build_meta(config))
+    training = Training(2, 24, "fp32", dropout=False, cuda_kernels=False)
+    example = example_of(config, sites, training)
+    assert example.inputs["input_ids"].shape == (2 * 4, 24)
+    model = transformers.MusicgenForCausalLM(config).eval()
+    model.config.use_cache = False
+    arguments = step_arguments(model, training, example, real=True)
+    real = account(model, lambda: model(**arguments), sites=sites)
+    assert trace_account(Step(config, training, sites)).total == real.total

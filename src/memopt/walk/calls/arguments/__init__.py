@@ -15,12 +15,22 @@ from torch import nn
 from memopt.walk.calls.arguments.images import image_alone
 from memopt.walk.calls.arguments.in_text import image_in_text, sound_in_text, stated_images, video_in_text
 from memopt.walk.calls.arguments.request import Forms, Kwargs, Request, Size
-from memopt.walk.calls.arguments.sequences import anything, as_documented, as_named, codes, embedded, series, text
+from memopt.walk.calls.arguments.sequences import (
+    anything,
+    as_documented,
+    as_named,
+    codes,
+    embedded,
+    flat_codes,
+    series,
+    text,
+)
 from memopt.walk.calls.arguments.singles import complete
 from memopt.walk.calls.arguments.sounds import sound, sound_beside_text
 
 #: (modality, the forms in which it may be given). The modality is ``main`` for the argument `main_input_name`.
 RULES: tuple[tuple[str, Callable[[Request], Forms]], ...] = (
+    ("main", flat_codes),
     ("main", text),
     ("main", image_alone),
     ("image", image_in_text),

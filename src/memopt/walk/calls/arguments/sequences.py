@@ -10,6 +10,7 @@ from memopt.walk.calls.arguments.request import LENGTH, PADDING, PLACEHOLDERS, F
 from memopt.walk.calls.arguments.singles import box, context, features, value_of
 from memopt.walk.calls.arguments.sounds import samples_of
 
+_FLAT = "codes in batch rows"
 #: Forms of images that are tried with text.
 _FORMS = 4
 #: Regions of an image, for models that take region features of another model.
@@ -73,29 +74,43 @@ def _region_features(request: Request) -> Kwargs:
     return found
 
 
+def flat_codes(request: Request) -> Forms:
+    """Ids of several codebooks, one batch row for each, where a docstring says so. MusicGen also runs with other ids,
+    which it reads as fewer or shorter rows."""
+    name, books, beside = _codebooks(request)
+    documented = described(request).get(name)
+    if books > 1 and documented is not None and documented.shape[0] == request.batch * books:
+        yield _FLAT, {**beside, name: request.tokens(request.batch * books, request.length)}
+
+
 def codes(request: Request) -> Forms:
     """Ids of several codebooks at once: one column, one row, or one batch row for each codebook."""
-    decoded = ("decoder_input_ids",) if request.config.is_encoder_decoder else ()
-    name = request.first(*decoded, "input_ids")
-    # In a model without images, channels are codebooks.
-    channels = () if "pixel_values" in request.names else ("num_channels",)
-    books = request.whole("num_codebooks", "n_codebooks", "num_code_groups", "num_vq", "n_vq", *channels, default=0)
+    name, books, beside = _codebooks(request)
     if not name or books < 2:
         return
-    beside = {} if name == "input_ids" else {request.main: request.ids()}
     batch, length = request.batch, request.length
     columns = {**beside, name: request.tokens(batch, length, books)}
     yield "codes in columns", columns
     if "encoder_hidden_states" in request.names:
         yield "codes and context", {**columns, "encoder_hidden_states": context(request)}
     yield "codes in rows", {**beside, name: request.tokens(batch, books, length)}
-    yield "codes in batch rows", {**beside, name: request.tokens(batch * books, length)}
+    yield _FLAT, {**beside, name: request.tokens(batch * books, length)}
     # A model that generates the codes of one frame one by one has as many positions as codebooks.
     frame: Kwargs = {"input_ids": request.tokens(batch, books)}
     if "last_hidden_state" in request.names:
         width = request.whole("input_size", default=request.hidden)
         frame["last_hidden_state"] = request.normal(batch, books, width)
     yield "codes of one frame", frame
+
+
+def _codebooks(request: Request) -> tuple[str, int, Kwargs]:
+    """The argument for ids of several codebooks, the number of codebooks, and the arguments beside it."""
+    decoded = ("decoder_input_ids",) if request.config.is_encoder_decoder else ()
+    name = request.first(*decoded, "input_ids")
+    # In a model without images, channels are codebooks.
+    channels = () if "pixel_values" in request.names else ("num_channels",)
+    books = request.whole("num_codebooks", "n_codebooks", "num_code_groups", "num_vq", "n_vq", *channels, default=0)
+    return name, books, {} if name == "input_ids" or books < 2 else {request.main: request.ids()}
 
 
 def series(request: Request) -> Forms:
