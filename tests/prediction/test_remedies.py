@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,13 @@ def test_where_only_fewer_rows_fit_their_number_is_named() -> None:
     (way,) = (way for way in found.ways() if way.name == "memopt + checkpointing")
     assert way.batch is not None
     assert found.remedies[0] == f"memopt + checkpointing fits with --batch {way.batch.value}"
+
+
+def test_a_way_that_cannot_be_traced_is_no_advice_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    config = named_config("vit")
+    about = Step(config, Training(10**5, None), sites_of(config), load_recipe("exact-unfolded"))
+    assert "fits with --batch" in headline(Request("a model"), gpu="600MiB", step=about).remedies[0]
 
 
 def test_where_no_other_exact_way_fits_the_recipe_for_long_context_is_named_with_its_cpu_memory() -> None:

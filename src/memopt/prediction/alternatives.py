@@ -13,7 +13,7 @@ from memopt.plan.recipe import Recipe, load_recipe
 from memopt.plan.shipped import EXACT
 from memopt.prediction.cards import Card, check_attention, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
-from memopt.prediction.largest import MOST_ROWS, Scaled, largest
+from memopt.prediction.largest import MOST_ROWS, Scaled, fits, largest
 from memopt.prediction.peak import MATTERS, Prediction, attention_remedy, combine, is_mask
 from memopt.prediction.setup import GIB, Optimizer, Setup
 from memopt.prediction.sharding import step_of_device
@@ -312,9 +312,9 @@ class _Answer:
             if way.fits(memory):
                 return f"{way.name} fits: {gib(way.total)}, {_more(way, now)}, exact; {way.how}"
         for settings, how in _LONG_CONTEXT.values() if self.step.sites.blocks and not self.step.rules.effects else ():
-            found = self.candidate("", load_recipe("long-context", settings), "none").at()
-            if found.fits(memory):
-                host = gib(found.offloaded)
+            long = self.candidate("", load_recipe("long-context", settings), "none")
+            if fits(long.at, memory):
+                found, host = long.at(), gib(long.at().offloaded)
                 return f"recipe long-context fits: {gib(found.total)}, and {host} of CPU memory, exact; {how}"
         by_name = {each.name: each for each in others}
         best = by_name.get("memopt + checkpointing", patched)
@@ -323,10 +323,10 @@ class _Answer:
         for steps in zip(*(self._further(way) for pair in pairs for way in pair), strict=True):
             words = steps[0][0]
             for (_, candidate), (_, twin) in zip(steps[::2], steps[1::2], strict=True):
-                if fitting := [each for each in (twin, candidate) if each.at().fits(memory)]:
+                if fitting := [each for each in (twin, candidate) if fits(each.at, memory)]:
                     better = min(fitting, key=lambda each: each.at().total)
-                    fits = f"{better.name} with {words} fits: {gib(better.at().total)}"
-                    return "; ".join(filter(None, (fits, better.how, better.at().limit_advice)))
+                    said = f"{better.name} with {words} fits: {gib(better.at().total)}"
+                    return "; ".join(filter(None, (said, better.how, better.at().limit_advice)))
         int8 = ways.get("memopt, int8")
         if int8 is not None and int8.fits(memory):
             return f"int8 fits: {gib(int8.total)}, approximate; {int8.how}"

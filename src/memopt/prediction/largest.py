@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from memopt.errors import ModelError
 from memopt.prediction.headline import Largest
 from memopt.prediction.peak import MARGIN, Prediction
 from memopt.trace.events import Event, Storage
@@ -25,6 +26,14 @@ _MOST_EVENTS = 50_000
 _OF_PARAMETERS = frozenset(
     {"weights", "gradients", "optimizer states", "optimizer transients", "weight copies", "communication", "workspaces"}
 )
+
+
+def fits(predicted: Callable[[], Prediction], memory: int) -> bool:
+    """Whether a step fits. A step that cannot be traced does not: PEFT refuses its linears, or is not installed."""
+    try:
+        return predicted().fits(memory)
+    except ModelError:
+        return False
 
 
 class Scaled:
