@@ -98,6 +98,11 @@ class OfGated(OfComposed):
         return self.act(self.down(z * 1.0), z)
 
 
+class OfGate(OfComposed):
+    def read(self, z: Tensor) -> Tensor:
+        return self.act(z) * self.up(z * 1.0)
+
+
 class Model(nn.Module):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -168,7 +173,7 @@ def test_a_pooling_in_place_behind_a_model_of_transformers():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("block", [OfComposed, OfFunction, OfGated])
+@pytest.mark.parametrize("block", [OfComposed, OfFunction, OfGated, OfGate])
 def test_a_block_may_change_what_its_modules_and_functions_have_read(block, recipe):
     compare(block, recipe)
 

@@ -88,13 +88,13 @@ class ActivationPatch(Patch, Checks):
             return LEFT, "it writes into its input, from which it would be recomputed"
         if not site.replays:
             return LEFT, "random, or different in train mode: it cannot be recomputed"
+        if site.is_module and site.operations > 1 and site.name in plan.sites.overwritten:
+            return LEFT, OVERWRITTEN
         if rules.code != OFF and (kept := _code(site, rules, gated)):
             return "code", kept
         if gated:
             return "recompute", f"part of the gated MLP {site.gated_mlp}"
         if site.is_module and site.operations > 1:
-            if site.name in plan.sites.overwritten:
-                return LEFT, OVERWRITTEN
             return "recompute", f"keeps its input instead of {site.operations} intermediates"
         if site.next_linear is None:
             return LEFT, "no linear keeps its output: nothing to save"
