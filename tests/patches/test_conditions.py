@@ -98,17 +98,21 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [x.grad, *of_parameters]  # type: ignore[list-item]
 
 
+#: Whether each step leaves out the condition, as training for guidance without a classifier does in some.
+STEPS = {"late": (True, True, True, False, False, True, False), "early": (False, False, False, True, False)}
+
+
+@pytest.mark.parametrize("comes", STEPS)
 @pytest.mark.parametrize("clears", ["each", "end", "never"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_call_has_the_gradients_of_its_own_condition(kind: str, clears: str) -> None:
+def test_each_call_has_the_gradients_of_its_own_condition(kind: str, clears: str, comes: str) -> None:
     torch.manual_seed(0)
     stock = Conditioned(kind, clears).double().train()
     ours = copy.deepcopy(stock)
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
     memopt.patch(ours, recipe="exact-levels", inputs={"x": x})
     assert "2 checkpointed" in str(memopt.summary(ours))
-    # Training that leaves out the condition of some steps, as for guidance without a classifier.
-    for is_off in (True, True, True, False, False, True, False):
+    for is_off in STEPS[comes]:
         stock.is_off = ours.is_off = is_off
         for found, wanted in zip(gradients(ours, x), gradients(stock, x), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)

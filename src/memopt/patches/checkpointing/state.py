@@ -46,6 +46,8 @@ from memopt.torch_compat import BATCH_NORM_CLASSES, kernels_of_attention
 _LOOKS = 2
 #: Elements of the largest buffer that is copied in case the forward changes it in place.
 _LARGEST_COPY = 1 << 20
+#: Items of a table to which other code may add state: larger ones are records, of steps say.
+_LARGEST_TABLE = 256
 #: Levels of objects inside objects that are searched for state.
 _DEPTH = 3
 _WHY = (
@@ -67,6 +69,8 @@ class BlockState(Notes):
         """The tables of hooks of each module inside, which a module never replaces."""
         self._may_grow: list[dict[Any, Any]] = []
         """Tables in which a forward may create state, beside those of parameters and of children."""
+        self._seen, self._grown = set[tuple[int, Any]](), 0
+        """Their items that were looked at, and how many there were after the last run."""
         self.moving: set[tuple[int, str]] = set()
         self.written: set[str] = set()
         """Names of the masks among the arguments that the forward changes in place (OneFormer)."""
@@ -81,14 +85,16 @@ class BlockState(Notes):
     def learn(self, block: nn.Module) -> None:
         """Look up where `block` holds state, if its modules or the number of its tensors have changed."""
         parts = list(chain.from_iterable(map(dict.values, self._children)))
-        if parts == self._parts and sum(map(len, self._tables)) + sum(map(len, self._may_grow)) == self._size:
+        if parts == self._parts and sum(map(len, self._tables)) == self._size:
+            if sum(map(len, self._may_grow)) != self._grown:
+                self._add_new()
             return
         modules = list(block.modules())
         self._children = [module._modules for module in modules]
         self._parts = list(chain.from_iterable(map(dict.values, self._children)))
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
         self.hooks = tables_of_hooks(modules[1:])
-        self.looks = 0
+        self._size, self.looks = sum(map(len, self._tables)), 0
         # A batch norm updates its statistics without a change of their versions, and may be trained later.
         norms = (module for module in modules if isinstance(module, BATCH_NORM_CLASSES))
         self.moving = {(id(norm._buffers), name) for norm in norms for name in norm._buffers}
@@ -110,7 +116,21 @@ class BlockState(Notes):
             (table, name) for table in inside.values() for name, held in table.items() if _is_state(held, name)
         ]
         self._may_grow += inside.values()
-        self._size = sum(map(len, self._tables)) + sum(map(len, self._may_grow))
+        self._seen = {(id(table), name) for table in self._may_grow for name in table}
+        self.has_grown()
+
+    def has_grown(self) -> None:
+        """Record what the tables hold after a run: what appears from now on is another code's."""
+        self._grown = sum(map(len, self._may_grow))
+
+    def _add_new(self) -> None:
+        """Add slots for what the model's code has put on the block, or into a dictionary or object of it."""
+        for table in (each for each in self._may_grow if len(each) <= _LARGEST_TABLE):
+            new = [name for name in table if (id(table), name) not in self._seen]
+            self._seen.update((id(table), name) for name in new)
+            new = [name for name in new if _is_state(table[name], name) and not str(name).startswith("_memopt")]
+            self.slots = [*self.slots, *((table, name) for name in new)]
+            self.moving.update((id(table), name) for name in new)
 
     def before(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Each table in which a forward may create state, with a copy of it."""
@@ -283,6 +303,7 @@ class RunsTwice:
             with self._by_heads, self._decisions or nullcontext(), self._attention or nullcontext():
                 return function(*values[: len(args)])
         finally:
+            state.has_grown()
             self._keep_written(masks, named)
             state.decides |= self._decisions is not None and bool(self._decisions.made)
             if looks or held.has_moved:
