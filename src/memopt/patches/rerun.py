@@ -119,12 +119,11 @@ class Held:
         self.slots, self.values = slots, _standing_in(slots)
         if copies:
             self.values = list(map(copied, self.values))
-        self._results: set[int] = set()
-        for i, ((_, name), value) in enumerate(zip(slots, self.values, strict=True)):
-            if type(value) is Tensor and value.grad_fn is not None and name not in WEIGHTS:
-                # Without its graph, which would hold that of the forward before, and so on.
-                self.values[i] = value.detach().requires_grad_()
-                self._results.add(id(self.values[i]))
+        results = [i for i, value in enumerate(self.values) if type(value) is Tensor and value.grad_fn is not None]
+        results = [i for i in results if slots[i][1] not in WEIGHTS]
+        for i in results:  # without their graphs, which would hold that of the forward before, and so on
+            self.values[i] = self.values[i].detach().requires_grad_()
+        self._results = {id(self.values[i]) for i in results}
         self._tensors = [value for value in self.values if isinstance(value, Tensor)]
         self.versions = versions_of(self._tensors)
         self._trained = [each.requires_grad for each in self._tensors]
