@@ -229,7 +229,7 @@ class _Apart(DirectFunction):
         return dy
 
 
-def apart(values: Iterable[Any], *, leaves: bool = False) -> list[Any]:
+def apart(values: Sequence[Any], *, leaves: bool = False) -> list[Any]:
     """`values` with another tensor, of the same memory, for each one in the graph, also inside tuples, lists and dicts.
     A hook that a module's second run registers is then none of the tensor whose gradient backward computes later. With
     `leaves`, for tensors that are leaves: a first run saves them in the way in which the second run saves others."""
