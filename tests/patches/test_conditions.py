@@ -1,6 +1,7 @@
 """Checkpointed blocks that the model's code conditions by attributes: each call's second run reads those of its first.
 
-So do models that hand a block its timestep, a context or features of an image by an attribute, and clear it later.
+Models hand a block its timestep, a context or features of an image by an attribute, and clear it later. A block may
+also leave state for its next call, which the model clears behind the last one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.patches.checkpointing.module import patch_block
 
 WIDTH = 8
 
@@ -95,7 +97,8 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     model(x).sin().sum().backward()
     of_parameters = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [x.grad, *of_parameters]  # type: ignore[list-item]
+    assert x.grad is not None
+    return [x.grad, *of_parameters]
 
 
 #: Whether each step leaves out the condition, as training for guidance without a classifier does in some.
@@ -116,3 +119,46 @@ def test_each_call_has_the_gradients_of_its_own_condition(kind: str, clears: str
         stock.is_off = ours.is_off = is_off
         for found, wanted in zip(gradients(ours, x), gradients(stock, x), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+class Padding(nn.Module):
+    """Puts the end of its last input before its input, as causal convolutions of videos do; the model clears it."""
+
+    def __init__(self, *, detaches: bool) -> None:
+        super().__init__()
+        self.linear, self.end, self.detaches = nn.Linear(WIDTH, WIDTH), None, detaches
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(torch.cat([x[:, :1] if self.end is None else self.end, x], 1))[:, :-1]
+        self.end = x[:, -1:].detach().clone() if self.detaches else x[:, -1:].clone()
+        return y
+
+
+class Padded(nn.Module):
+    def __init__(self, *, detaches: bool, times: int) -> None:
+        super().__init__()
+        parts = [[Padding(detaches=detaches), nn.GELU(), Padding(detaches=detaches)] for _ in range(2)]
+        self.layers, self.times = nn.ModuleList(nn.Sequential(*each) for each in parts), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            for layer in self.layers:
+                x = layer(x)
+        for layer in self.layers:
+            layer[0].end = layer[2].end = None
+        return x
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("detaches", [False, True])
+def test_state_that_the_model_clears_behind_its_blocks_stays_clear(detaches: bool, times: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    stock = Padded(detaches=detaches, times=times).double().train()
+    ours = copy.deepcopy(stock)
+    for layer in ours.layers:
+        patch_block(layer, None, True, None)
+    for _ in range(3):
+        for found, wanted in zip(gradients(ours, x), gradients(stock, x), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+        assert all(layer[0].end is None and layer[2].end is None for layer in ours.layers)

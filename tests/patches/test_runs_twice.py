@@ -530,47 +530,6 @@ def test_hooks_that_both_runs_register_on_an_argument_run_once(offloads: bool, b
     assert calls == [6, 3], "the block has not run twice, so the test shows nothing"
 
 
-class Padding(nn.Module):
-    """Puts the end of its last input before its input, as causal convolutions of videos do; the model clears it."""
-
-    def __init__(self, *, detaches: bool) -> None:
-        super().__init__()
-        self.linear, self.end, self.detaches = nn.Linear(8, 8), None, detaches
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(torch.cat([x[:, :1] if self.end is None else self.end, x], 1))[:, :-1]
-        self.end = x[:, -1:].detach().clone() if self.detaches else x[:, -1:].clone()
-        return y
-
-
-class Padded(nn.Module):
-    def __init__(self, *, detaches: bool, times: int) -> None:
-        super().__init__()
-        parts = [[Padding(detaches=detaches), nn.GELU(), Padding(detaches=detaches)] for _ in range(2)]
-        self.layers, self.times = nn.ModuleList(nn.Sequential(*each) for each in parts), times
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            for layer in self.layers:
-                x = layer(x)
-        for layer in self.layers:
-            layer[0].end = layer[2].end = None
-        return x
-
-
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("detaches", [False, True])
-def test_state_that_the_model_clears_behind_its_blocks_stays_clear(detaches: bool, times: int, x: Tensor) -> None:
-    torch.manual_seed(0)
-    stock = Padded(detaches=detaches, times=times).double().train()
-    ours = copy.deepcopy(stock)
-    for layer in ours.layers:
-        patch_block(layer, None, True, None)
-    for _ in range(3):
-        assert_same(*(gradients(model, model(x).sin().sum()) for model in (ours, stock)))
-        assert all(layer[0].end is None and layer[2].end is None for layer in ours.layers)
-
-
 class Scaled(nn.Module):
     """A block whose first product reads its input, and is recomputed from it where the input is a result."""
 

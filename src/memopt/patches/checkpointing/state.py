@@ -39,6 +39,7 @@ from memopt.patches.rerun import (
 )
 from memopt.patches.swap import Notes, is_watched
 from memopt.patches.unseen import Values
+from memopt.recompute.pure import attributes_of
 from memopt.recompute.versions import changed_in_place, check_version, versions_of
 from memopt.torch_compat import BATCH_NORM_CLASSES, kernels_of_attention
 
@@ -388,8 +389,7 @@ def _add_tables(found: dict[int, dict[Any, Any]], values: Iterable[Any], depth: 
         if isinstance(value, (list, tuple)):
             _add_tables(found, value, depth - 1)
             continue
-        is_other = isinstance(value, (Tensor, nn.Module, type)) or callable(value)
-        table = value if isinstance(value, dict) else None if is_other else getattr(value, "__dict__", None)
+        table = value if isinstance(value, dict) else attributes_of(value)
         if table is not None and depth and id(table) not in found:
             found[id(table)] = table
             _add_tables(found, table.values(), depth - 1)
