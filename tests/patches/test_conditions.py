@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,10 @@ import memopt
 from memopt.patches.checkpointing.module import patch_block
 
 WIDTH = 8
+
+
+class Condition(NamedTuple):
+    c: Tensor
 
 
 def _set_in(name: str, wrap: Callable[[Tensor], Any] = lambda c: c) -> Callable[[Any, Tensor | None], None]:
@@ -41,6 +45,12 @@ KINDS: dict[str, tuple[Callable[[Any, Any], None], Callable[[Any], Any]]] = {
         lambda block, c: block.box.pop("c", None) if c is None else block.box.update(c=c),
         lambda block: block.box.get("c"),
     ),
+    "another object": (
+        _set_in("condition", lambda c: types.SimpleNamespace(c=c)),
+        lambda block: block.condition and block.condition.c,
+    ),
+    "named tuple": (_set_in("condition", Condition), lambda block: block.condition and block.condition.c),
+    "function": (_set_in("condition", lambda c: lambda: c), lambda block: block.condition and block.condition()),
     "object": (lambda block, c: setattr(block.object, "condition", c), lambda block: block.object.condition),
     "new attribute": (
         lambda block, c: vars(block).pop("fresh", None) if c is None else setattr(block, "fresh", c),

@@ -24,7 +24,6 @@ from memopt.patches.rerun import (
     CONTAINERS,
     MODES,
     OF_EVERY_MODULE,
-    PLAIN,
     WEIGHTS,
     Held,
     HookTable,
@@ -374,7 +373,7 @@ def _unseen(block: nn.Module, tensor: Tensor) -> RuntimeError:
 def _is_state(value: Any, name: Any) -> bool:
     if isinstance(value, Tensor):  # tools that compute weights do so for the second run, too
         return not (value.requires_grad and name in WEIGHTS)
-    return type(value) in (tuple, *PLAIN) or isinstance(value, CONTAINERS)
+    return not isinstance(value, nn.Module)
 
 
 def _may_be_recreated(name: Any, value: Any) -> bool:
