@@ -51,7 +51,7 @@ _TRANSIENT = 3.0
 
 @dataclass(frozen=True)
 class Lived:
-    """Bytes without parameters, buffers and inputs; `behind` and `second` are also without gradients of parameters."""
+    """Bytes without parameters, buffers, inputs and gradients of parameters, which every step ends with."""
 
     peak: int
     arrays: int
@@ -146,21 +146,23 @@ def lived(model: nn.Module, batch: Batch) -> Lived:
                 loss.backward()
                 del loss
                 gc.collect()
-                behind, last = _left(timeline, model), len(timeline.events)
+                behind, peak = _left(timeline, model), _peak(timeline, model)
                 with without_dropout(model):
                     loss_of(model.train()(**batch)).backward()
                 gc.collect()
                 second = _left(timeline, model) - behind
         transient = _transients(timeline, ends)
-        return Lived(_peak(timeline, last), arrays, behind, second, transient)
+        return Lived(peak, arrays, behind, second, transient)
     finally:
         if started:
             tracemalloc.stop()
         model.zero_grad(set_to_none=True)
 
 
-def _peak(timeline: Timeline, until: int) -> int:
-    lives = enumerate(timeline.events[:until])
+def _peak(timeline: Timeline, model: nn.Module) -> int:
+    """The peak of the step that has just ended."""
+    gradients = set[Lifetime]().union(*(timeline.lives(p.grad) for p in model.parameters()))
+    lives = ((at, life) for at, life in enumerate(timeline.events) if life not in gradients)
     return max(accumulate((life.nbytes if life.born == at else -life.nbytes for at, life in lives), initial=0))
 
 
