@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import types
 import warnings
 from pathlib import Path
@@ -22,6 +23,7 @@ from memopt.patches.swap import is_swapped
 from memopt.pipeline import patch_checkpoint
 from memopt.plan.plan import Plan, coverage_totals
 from memopt.plan.recipe import load_recipe
+from memopt.verification.run import verify
 from memopt.walk.sites import Sites
 from tests.factories import NAMES, tiny_inputs, tiny_model
 
@@ -151,6 +153,22 @@ def test_unpatching_a_loaded_model_gives_plain_parameters_back(checkpoint):
     model = memopt.unpatch(memopt.load(checkpoint("llama")[1]))
     stock = load_stock(checkpoint("llama")[1], "llama")
     assert set(dict(model.named_parameters())) == set(dict(stock.named_parameters()))
+
+
+@pytest.mark.skipif("internlm3" not in transformers.CONFIG_MAPPING, reason="transformers has no InternLM3")
+def test_a_class_of_another_model_type_is_loaded_with_the_defaults_of_its_config(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = transformers.CONFIG_MAPPING["internlm3"](vocab_size=99, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({name: v for name, v in json.loads(file.read_text()).items() if name != "rms_norm_eps"}))
+    patch_checkpoint(tmp_path / "model", tmp_path / "out")
+    model = memopt.load(tmp_path / "out", use_cache=False, dtype=torch.bfloat16)
+    assert type(model) is transformers.LlamaForCausalLM
+    assert type(model.config) is type(config)
+    assert (model.config.use_cache, model.dtype) == (False, torch.bfloat16)
+    assert model.model.norm.variance_epsilon == config.rms_norm_eps != transformers.LlamaConfig().rms_norm_eps
+    assert verify(tmp_path / "out", level=("weights", "forward")).status == "pass"
 
 
 def test_loading_in_another_dtype(checkpoint):

@@ -27,6 +27,8 @@ from memopt.torch_compat import warn_once_of_missing
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from memopt.prediction.setup import Run
     from memopt.reporting.terminal import Summary
 
@@ -225,7 +227,7 @@ def load(
         done.append(model)
 
     with before_sharding(patched):
-        model = from_pretrained(cls, directory, **kwargs)
+        model = from_pretrained(cls, directory, config, **kwargs)
     if not done:
         patched(model)
     _say(model, notes=bool(unfolded.effects))
@@ -272,8 +274,15 @@ def _walk(model: nn.Module, inputs: Mapping[str, Any] | None, rules: Recipe) -> 
     return walk_model(model, placed(inputs, None, dtype), attention=rules.runs_attention)
 
 
-def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:
-    """`cls.from_pretrained`. Raises a ModelError if a weight file is missing or damaged, or does not fit the class."""
+def from_pretrained(cls: Any, source: str | Path, known: PreTrainedConfig | None, **kwargs: Any) -> nn.Module:
+    """`cls.from_pretrained`; `known` is the config by which `cls` was found, for a class that reads only others.
+
+    Raises a ModelError if a weight file is missing or damaged, or does not fit the class."""
+    from memopt.walk.models.config import takes
+
+    if known is not None and not takes(cls, known):  # as an Auto class gives its config and settings
+        known.update({name: kwargs.pop(name) for name in [*kwargs] if name != "dtype" and hasattr(known, name)})
+        kwargs.setdefault("config", known)
     try:
         model: nn.Module = cls.from_pretrained(source, **kwargs)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

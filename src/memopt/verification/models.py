@@ -54,7 +54,7 @@ def load_stock(
     if not Path(source).is_dir():
         keywords["local_files_only"] = not hub_answers(str(source), revision)
     with quiet():
-        return _in_dtype(from_pretrained(cls, source, **keywords).eval(), dtype)
+        return _in_dtype(from_pretrained(cls, source, config, **keywords).eval(), dtype)
 
 
 def load_patched(

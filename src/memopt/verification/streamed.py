@@ -259,9 +259,9 @@ class Shelf:
         from accelerate.hooks import remove_hook_from_submodules
 
         config = load_config(source, trust_remote_code=bool(keywords.get("trust_remote_code", False)))
-        places = _places(build_meta(config), self.blocks)
+        places = {"device_map": _places(build_meta(config), self.blocks), "offload_folder": str(self._folder)}
         cls: Any = model_class(config)
-        model = from_pretrained(cls, source, device_map=places, offload_folder=str(self._folder), **keywords)
+        model = from_pretrained(cls, source, config, **places, **keywords)
         for name in self.blocks:
             for module in model.get_submodule(name).modules():
                 self._note(module)

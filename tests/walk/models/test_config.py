@@ -218,6 +218,16 @@ class TestModelClass:
         config = transformers.Qwen2VLConfig().vision_config
         assert model_class(config).config_class is type(config)
 
+    @pytest.mark.skipif("internlm3" not in transformers.CONFIG_MAPPING, reason="transformers has no InternLM3")
+    @pytest.mark.parametrize("named", [None, ["LlamaForCausalLM"], ["InternLM3ForCausalLM"]])
+    def test_is_that_of_another_type_where_the_auto_class_gives_that(self, named: list[str] | None) -> None:
+        config = transformers.CONFIG_MAPPING["internlm3"](architectures=named)
+        assert model_class(config) is transformers.LlamaForCausalLM
+
+    @pytest.mark.parametrize("named", ["LlamaForCausalLM", "Qwen2ForTokenClassification"])
+    def test_is_its_own_where_it_names_one_that_no_auto_class_gives_it(self, named: str) -> None:
+        assert model_class(transformers.MistralConfig(architectures=[named])) is transformers.MistralForCausalLM
+
     def test_says_when_there_is_no_class(self) -> None:
         with pytest.raises(ModelError, match="no model class for model type ''"):
             model_class(transformers.PreTrainedConfig())

@@ -219,15 +219,16 @@ def model_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     yield from _own_classes(config, meant)
     yield from _named_in_transformers(config)
     yield from _own_classes(config, {key: reference for key, reference in own.items() if key not in meant})
-    yield from _mapped_classes(config)
+    yield from (each for each in _mapped_classes(config) if takes(each, config))
     yield from _unmapped_classes(config)
+    yield from _borrowed_classes(config)
 
 
 def _named_in_transformers(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     """Classes that `config` names and transformers, or the module of the config's class, has."""
     names = named_classes(config)
     found = (getattr(transformers, name, None) or getattr(_modeling_module(config), name, None) for name in names)
-    return [each for each in found if _runs(each, config)]
+    return [each for each in found if _is_model(each) and (takes(each, config) or each in _borrowed_classes(config))]
 
 
 def _own_code(config: PreTrainedConfig) -> dict[str, str]:
@@ -304,9 +305,13 @@ def _mapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]
     names = [f"MODEL_FOR_{head}_MAPPING" for head in _HEADS] + ["MODEL_MAPPING"]
     others = [name for name in vars(modeling_auto) if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING")]
     for name in dict.fromkeys(names + others):
-        for candidate in _entries(getattr(modeling_auto, name, None), config):
-            if _runs(candidate, config):
-                yield candidate
+        yield from filter(_is_model, _entries(getattr(modeling_auto, name, None), config))
+
+
+def _borrowed_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """Classes of other model types that an Auto class builds from `config` (Llama's for InternLM3), not from a part."""
+    parts = list(config_nodes(config))
+    yield from (each for each in _mapped_classes(config) if not any(takes(each, part) for part in parts))
 
 
 def _unmapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
@@ -314,7 +319,7 @@ def _unmapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel
     found = [
         value
         for value in vars(_modeling_module(config)).values()
-        if _runs(value, config) and value.config_class is type(config)
+        if _is_model(value) and value.config_class is type(config)
     ]
     yield from sorted(found, key=lambda value: (len(value.__name__), value.__name__))
 
@@ -327,10 +332,13 @@ def _modeling_module(config: PreTrainedConfig) -> Any:
         return importlib.import_module(name)
 
 
-def _runs(candidate: Any, config: PreTrainedConfig) -> TypeGuard[type[PreTrainedModel]]:
-    if not inspect.isclass(candidate) or not issubclass(candidate, PreTrainedModel) or candidate is PreTrainedModel:
-        return False
-    if candidate.forward is PreTrainedModel.forward:  # it has no forward: its parts are called one by one
-        return False
+def _is_model(candidate: Any) -> TypeGuard[type[PreTrainedModel]]:
+    """Whether `candidate` is a class of models that has a forward: of others the parts are called one by one."""
+    is_model = inspect.isclass(candidate) and issubclass(candidate, PreTrainedModel)
+    return is_model and candidate is not PreTrainedModel and candidate.forward is not PreTrainedModel.forward
+
+
+def takes(candidate: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    """Whether `candidate` reads configs of the type of `config`; borrowed classes are given theirs."""
     expected = getattr(candidate, "config_class", None)
     return not inspect.isclass(expected) or isinstance(config, expected)
