@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.amp import autocast
 from transformers.distributed.expert_parallel import ExpertParallelLayer
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
@@ -31,6 +32,14 @@ class Plain(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+class LeavesAutocast(Plain):
+    """By a class that was imported before the walk, as rotary embeddings outside transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with autocast(x.device.type, enabled=False):
+            return super().forward(x)
 
 
 class Picky(Plain):
@@ -156,3 +165,10 @@ def test_a_hook_that_belongs_to_no_module_is_left_out_of_the_walk() -> None:
     model[0].register_forward_hook(called.append)  # a method of a built-in object
     assert walk_model(model, {"input": torch.randn(2, 3, 8)}).ran
     assert not called
+
+
+def test_a_model_that_imports_autocast_by_name_runs_in_the_walk() -> None:
+    model = LeavesAutocast()
+    assert walk_model(model, {"x": torch.randn(2, 3, 8)}).ran
+    with pytest.raises(RuntimeError, match="unsupported"):
+        autocast("meta")  # the walk leaves the class as it was

@@ -113,17 +113,13 @@ def plain_torch(float64: bool) -> Iterator[None]:
 def autocast_of_meta() -> contextlib.AbstractContextManager[None]:
     """Autocast is off for meta inside; torch raises for meta where models ask for, or leave, autocast of their inputs'
     device."""
-    is_enabled = torch.is_autocast_enabled
+    autocast, is_enabled, make = torch.autocast, torch.is_autocast_enabled, torch.autocast.__init__
 
     def is_enabled_anywhere(*device: Any) -> bool:
         return device != ("meta",) and is_enabled(*device)
 
-    enabled = (torch, "is_autocast_enabled", is_enabled_anywhere)
-    return exchanged([enabled, *((home, "autocast", _Autocast) for home in (torch, torch.amp))])
+    def of_cpu_for_meta(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        make(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
-
-class _Autocast(torch.autocast):
-    """Autocast of the CPU in the place of meta, whose tensors it does not cast."""
-
-    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+    # Models import the class by its name, so it is changed itself.
+    return exchanged([(torch, "is_autocast_enabled", is_enabled_anywhere), (autocast, "__init__", of_cpu_for_meta)])
