@@ -76,9 +76,9 @@ class _Patchified(nn.Module):
 class _Normed(nn.Module):
     """A norm meets the text first."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.LayerNorm | nn.RMSNorm], has_weight: bool) -> None:
         super().__init__()
-        self.norm, self.head = nn.RMSNorm(24), nn.Linear(24, 8)
+        self.norm, self.head = norm(24, elementwise_affine=has_weight), nn.Linear(24, 8)
         self.image = nn.Linear(6, 8)
 
     def forward(self, sample: Tensor, encoder_hidden_states: Tensor) -> Tensor:
@@ -127,8 +127,10 @@ def test_an_image_has_the_stated_side_and_the_channels_of_its_reader(
     assert _given(model())[name].shape == shape
 
 
-def test_a_norm_tells_a_width_too() -> None:
-    given = _given(_Normed())
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_a_norm_tells_a_width_too(norm: type[nn.LayerNorm | nn.RMSNorm], has_weight: bool) -> None:
+    given = _given(_Normed(norm, has_weight))
     assert (given["sample"].shape[-1], given["encoder_hidden_states"].shape[-1]) == (6, 24)
 
 

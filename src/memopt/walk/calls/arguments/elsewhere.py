@@ -266,6 +266,8 @@ def _wanted(module: nn.Module) -> Iterator[tuple[int, int]]:
         yield 1 - module.weight.dim(), module.in_channels
     elif weight is not None and weight.dim() == 1 and not isinstance(module, _OVER_CHANNELS):
         yield -1, weight.shape[0]
+    elif weight is None and isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        yield -1, module.normalized_shape[-1]
 
 
 def _refuse(module: nn.Module, args: tuple[Any, ...], dimension: int, wanted: int) -> None:
