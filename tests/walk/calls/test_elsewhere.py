@@ -86,6 +86,17 @@ class _Normed(nn.Module):
         return y
 
 
+class _OverChannels(nn.Module):
+    """A norm over the channels of an image, with a weight that broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma, self.beta = (nn.Parameter(torch.randn(1, 6, 1, 1)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-5).sqrt() * self.gamma + self.beta
+
+
 class _Wraps(nn.Module):
     """A model of transformers, whose mapping it takes, as sentence-transformers does; and its config."""
 
@@ -132,6 +143,11 @@ def test_an_image_has_the_stated_side_and_the_channels_of_its_reader(
 def test_a_norm_tells_a_width_too(norm: type[nn.LayerNorm | nn.RMSNorm], has_weight: bool) -> None:
     given = _given(_Normed(norm, has_weight))
     assert (given["sample"].shape[-1], given["encoder_hidden_states"].shape[-1]) == (6, 24)
+
+
+def test_a_norm_over_channels_tells_their_number() -> None:
+    model = nn.Sequential(_OverChannels(), nn.Conv2d(6, 8, 3))
+    assert _given(model)["input"].shape == (2, 6, 64, 64)
 
 
 def test_a_wrapper_gets_what_the_model_inside_takes() -> None:

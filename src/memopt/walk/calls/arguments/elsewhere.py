@@ -259,7 +259,7 @@ _OVER_CHANNELS = (*BATCH_NORM_CLASSES, nn.GroupNorm, nn.PReLU)
 
 def _wanted(module: nn.Module) -> Iterator[tuple[int, int]]:
     """(dimension, width) that the input of `module` needs."""
-    weight = module._parameters.get("weight")
+    weight, own = module._parameters.get("weight"), [each for each in module._parameters.values() if each is not None]
     if isinstance(module, nn.Linear):
         yield -1, module.in_features
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -268,6 +268,8 @@ def _wanted(module: nn.Module) -> Iterator[tuple[int, int]]:
         yield -1, weight.shape[0]
     elif weight is None and isinstance(module, nn.LayerNorm | nn.RMSNorm):
         yield -1, module.normalized_shape[-1]
+    elif own and all(each.dim() > 2 and 1 < each.numel() == each.shape[1] for each in own):
+        yield 1 - own[0].dim(), own[0].shape[1]  # a norm over channels: its weight has the shape (1, channels, 1, 1)
 
 
 def _refuse(module: nn.Module, args: tuple[Any, ...], dimension: int, wanted: int) -> None:
