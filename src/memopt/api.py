@@ -320,7 +320,7 @@ def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
         names = list(dict.fromkeys(name or "the forward of the model" for name, w in applied.refused if w == reason))
         warnings.warn(f"memopt did not change {first_of(names)}: {reason}", stacklevel=3)
     sites = applied.plan.sites
-    advice = "The given inputs do not change this." if given else "Pass inputs=..."
+    advice = "The given inputs do not change this." if given else _batch_to_pass(model)
     if not sites.ran:
         # Norms are patched nevertheless; blocks are guessed from the module tree.
         warnings.warn(f"memopt could observe little of this model: {'; '.join(sites.notes)}. {advice}", stacklevel=3)
@@ -329,7 +329,7 @@ def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
     if not is_patched(model) and (sites.unseen or not sites.ran):
         raise NegativeVerdict(
             "Nothing was patched, because memopt could not run this model.",
-            f"The reason: {sites.unseen or '; '.join(sites.notes)}." if given else "Pass inputs=..., a training batch.",
+            f"The reason: {sites.unseen or '; '.join(sites.notes)}." if given else advice,
         )
     if not is_patched(model):
         raise NegativeVerdict(
@@ -337,3 +337,12 @@ def _finish(model: nn.Module, applied: Applied, *, given: bool) -> None:
             " ".join((*applied.plan.idle, "See memopt.plan_for(model, recipe).refusals for the reasons.")),
         )
     keep_record(model, Record(applied.plan, applied.refused))
+
+
+def _batch_to_pass(model: nn.Module) -> str:
+    """Advice to pass a batch, with the names of the arguments that the forward requires."""
+    from memopt.walk.calls.arguments.request import parameters_of
+
+    required = [name for name, each in parameters_of(model).items() if each.default is each.empty]
+    batch = ", ".join(f"'{name}': ..." for name in required) or "..."
+    return f"Pass inputs={{{batch}}}, a training batch."

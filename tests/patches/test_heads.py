@@ -316,7 +316,8 @@ class _Needs(Body):
 def test_inputs_that_are_missing_are_said_and_may_be_given() -> None:
     with pytest.warns(
         UserWarning,
-        match=r"could observe little of this model: .*with guessed inputs: .*bias has the wrong width.*Pass inputs=",
+        match=r"could observe little of this model: .*with guessed inputs: .*bias has the wrong width.*Pass inputs="
+        r"\{'idx': \.\.\., 'bias': \.\.\.\}, a training batch",
     ):
         memopt.patch(_Needs())
     given = memopt.patch(_Needs(), inputs={"idx": batch()[0], "bias": torch.zeros(WIDTH)})
@@ -342,6 +343,6 @@ def test_nothing_can_be_patched_is_said_where_it_was_tried() -> None:
         memopt.patch(Bag(runs=True))
     with (
         pytest.warns(UserWarning, match="weather is missing.*Pass inputs="),
-        pytest.raises(NegativeVerdict, match="could not run this model"),
+        pytest.raises(NegativeVerdict, match=r"could not run this model.*Pass inputs=\{'ids': \.\.\.\}, a training"),
     ):
         memopt.patch(Bag(runs=False))
