@@ -97,6 +97,20 @@ class _OverChannels(nn.Module):
         return (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-5).sqrt() * self.gamma + self.beta
 
 
+class _TwoTowers(nn.Module):
+    """Features of images, of texts, or of both, as CLIP outside transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see, self.read = nn.Conv2d(3, 8, 4), nn.Embedding(30, 8)
+        self.context_length = 12
+        self.places = nn.Parameter(torch.randn(12, 8))
+
+    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        seen = None if image is None else self.see(image).mean((2, 3))
+        return seen, None if text is None else (self.read(text) + self.places).mean(1)
+
+
 class _Wraps(nn.Module):
     """A model of transformers, whose mapping it takes, as sentence-transformers does; and its config."""
 
@@ -148,6 +162,12 @@ def test_a_norm_tells_a_width_too(norm: type[nn.LayerNorm | nn.RMSNorm], has_wei
 def test_a_norm_over_channels_tells_their_number() -> None:
     model = nn.Sequential(_OverChannels(), nn.Conv2d(6, 8, 3))
     assert _given(model)["input"].shape == (2, 6, 64, 64)
+
+
+def test_a_text_beside_an_image_is_token_ids() -> None:
+    given = _given(_TwoTowers())
+    assert given["image"].shape == (2, 3, 64, 64)
+    assert (given["text"].dtype, given["text"].shape) == (torch.long, (2, 12))
 
 
 def test_a_wrapper_gets_what_the_model_inside_takes() -> None:

@@ -100,6 +100,14 @@ def _conditions(it: Foreign) -> dict[str, Any]:
     return {"text_embeds": it.normal(BATCH, width), "time_ids": torch.ones(BATCH, 6)}
 
 
+def _ids(it: Foreign) -> Tensor | None:
+    """Token ids of a text beside an image, as long as the model's ``context_length``; None where it embeds none."""
+    tables = [module.num_embeddings for module in it.model.modules() if isinstance(module, nn.Embedding)]
+    stated = getattr(it.model, "context_length", None)
+    shape = (BATCH, stated if isinstance(stated, int) and 0 < stated <= 1024 else it.text)
+    return torch.randint(0, min(tables), shape, generator=it.generator) if tables else None
+
+
 #: Pattern of a name -> builder of the argument; the first pattern that matches counts. Arguments without a match are
 #: left out.
 ARGUMENTS: tuple[tuple[re.Pattern[str], Build], ...] = tuple(
@@ -122,6 +130,7 @@ ARGUMENTS: tuple[tuple[re.Pattern[str], Build], ...] = tuple(
         (r"pooled_(projections|embeds)\w*", lambda it: it.normal(BATCH, 1)),
         (r"(time_?steps?|times?|t|sigmas?)", lambda it: torch.ones(BATCH).long()),
         (r"guidance", lambda it: torch.ones(BATCH) if it.settings.get("guidance_embeds", True) else None),
+        (r"texts?|captions?|text_(tokens|ids)", _ids),
         (r"class_labels|labels|y", lambda it: torch.zeros(BATCH).long()),
     )
 )
