@@ -305,3 +305,26 @@ def test_a_node_that_backward_has_been_through_is_no_source():
     for loss, reader in zip(losses, readers, strict=True):
         (gradient,) = torch.autograd.grad(loss, reader)
         torch.testing.assert_close(gradient, h.detach().sum(0)[:, None].expand(8, 3))
+
+
+def test_a_handle_of_an_output_that_an_earlier_backward_has_freed_names_its_operation_and_the_way_out():
+    """Stock: the second loss stops before the norm, so nothing that it needs has been freed."""
+    norm, reader = nn.LayerNorm(8), nn.Linear(8, 4)
+    x, spec = torch.randn(3, 8), NormSpec("layer", 1e-5)
+    with RecomputeScope():
+        y = ms_norm(x, norm.weight, norm.bias, spec, x.dtype)
+        loss = F.linear(y * 2, reader.weight).square().sum()
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match=r"output of NormFunctionBackward.*retain_graph=True to the earlier"):
+        torch.autograd.grad(loss, reader.weight)
+
+
+def test_a_handle_of_an_output_that_an_earlier_backward_retained_gives_the_gradient():
+    norm, reader = nn.LayerNorm(8), nn.Linear(8, 4)
+    x, spec = torch.randn(3, 8), NormSpec("layer", 1e-5)
+    (expected,) = torch.autograd.grad(reader(norm(x) * 2).sum(), reader.weight)
+    with RecomputeScope():
+        y = ms_norm(x, norm.weight, norm.bias, spec, x.dtype)
+        loss = F.linear(y * 2, reader.weight).sum()
+    y.sum().backward(retain_graph=True)
+    assert torch.allclose(expected, torch.autograd.grad(loss, reader.weight)[0])

@@ -83,9 +83,19 @@ class Expression(NamedTuple):
         return after(self.first(), self.steps, read)
 
     def first(self) -> Tensor:
-        """The output of `node`."""
+        """The output of `node`. Raises a RuntimeError if an earlier backward has freed what `node` saved."""
         assert self.rule is not None
-        return self.rule.recompute(self.node)
+        try:
+            return self.rule.recompute(self.node)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise RuntimeError(
+                f"Backward needs the output of {self.node.name()} and computes it from what that operation saved, but "
+                "an earlier backward has freed that (trying to backward through the graph a second time). Pass "
+                "retain_graph=True to the earlier backward. If you do not call it yourself (zero-bubble schedules of "
+                "pipelines), call memopt.unpatch(model) before training."
+            ) from error
 
 
 def after(value: Tensor, steps: Iterable[Step], read: Sequence[Tensor] = ()) -> Tensor:
