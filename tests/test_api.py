@@ -194,6 +194,20 @@ def _double(inputs):
     return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
 
 
+def test_a_part_that_another_model_shares_is_named_and_can_be_patched_with_the_second():
+    policy = tiny_model("llama")
+    value = torch.nn.Sequential()
+    value.add_module("trunk", policy.model)
+    memopt.patch(policy)
+    shared = [name for name, module in value.named_modules() if is_swapped(module)]
+    with pytest.raises(NegativeVerdict, match=rf"'{shared[0]}' in this model is already patched, with another"):
+        memopt.patch(value, inputs={"input": tiny_inputs("llama")["input_ids"]})
+    memopt.unpatch(value)
+    memopt.patch(value, inputs={"input": tiny_inputs("llama")["input_ids"]})
+    assert is_patched(value)
+    assert is_patched(policy)
+
+
 def test_patching_says_in_one_line_what_it_did_and_can_be_silenced(caplog):
     with caplog.at_level("INFO", logger="memopt"):
         model = memopt.patch(tiny_model("llama"))

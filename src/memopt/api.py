@@ -73,7 +73,7 @@ def patch(
     warn_once_of_missing()
     check_is_module(model)
     if is_patched(model) or shadowed(model):
-        raise NegativeVerdict("The model is already patched.", "Call memopt.unpatch(model) first.")
+        raise _already_patched(model)
     rules = memory_recipe(recipe)
     _check_values(model)
     planned: list[str] = []
@@ -232,6 +232,14 @@ def load(
         patched(model)
     _say(model, notes=bool(unfolded.effects))
     return model
+
+
+def _already_patched(model: nn.Module) -> NegativeVerdict:
+    hint = "Call memopt.unpatch(model) first."
+    if record_of(model) is not None:
+        return NegativeVerdict("The model is already patched.", hint)
+    name = next((name for name, module in model.named_modules() if is_swapped(module)), "")
+    return NegativeVerdict(f"'{name}' in this model is already patched, with another model that has it.", hint)
 
 
 def _check_values(model: nn.Module) -> None:
