@@ -113,7 +113,8 @@ def plain_torch(float64: bool) -> Iterator[None]:
 def autocast_of_meta() -> contextlib.AbstractContextManager[None]:
     """Autocast is off for meta inside; torch raises for meta where models ask for, or leave, autocast of their inputs'
     device."""
-    autocast, is_enabled, make = torch.autocast, torch.is_autocast_enabled, torch.autocast.__init__
+    autocast, is_enabled = torch.autocast, torch.is_autocast_enabled
+    make = autocast.__init__
 
     def is_enabled_anywhere(*device: Any) -> bool:
         return device != ("meta",) and is_enabled(*device)
