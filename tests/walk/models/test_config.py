@@ -228,6 +228,10 @@ class TestModelClass:
     def test_is_its_own_where_it_names_one_that_no_auto_class_gives_it(self, named: str) -> None:
         assert model_class(transformers.MistralConfig(architectures=[named])) is transformers.MistralForCausalLM
 
+    def test_is_no_class_of_a_part_that_an_auto_class_builds_from_that_part(self) -> None:
+        config = transformers.MllamaConfig(architectures=["MllamaForCausalLM"])
+        assert model_class(config) is transformers.MllamaForConditionalGeneration
+
     def test_says_when_there_is_no_class(self) -> None:
         with pytest.raises(ModelError, match="no model class for model type ''"):
             model_class(transformers.PreTrainedConfig())
