@@ -31,6 +31,7 @@ class Isolated:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.floats = tuple(v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1)
+        self.has_scalars = any(p.numel() == 1 for p in module.parameters())
 
     def parameter(self, name: str) -> Tensor:
         parameter = self.module._parameters[name]

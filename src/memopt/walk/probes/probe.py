@@ -75,14 +75,16 @@ def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
     """Names of the vectors that may be weight and bias; None when `module` cannot be a norm."""
     if any(True for child in module.children() for _ in child.parameters()):
         return None
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    # Scalars, one number for all channels, are part of the function that scale and shift follow.
+    own = {name: p for name, p in module._parameters.items() if p is not None and p.numel() > 1}
     if not own:
         return () if next(module.children(), None) is None else None
     if len(own) > 2 or len({p.shape for p in own.values()}) != 1:
         return None
     first = next(iter(own.values()))
-    vectors = first.numel() > 1 and sum(size > 1 for size in first.shape) == 1
-    return tuple(own) if (vectors or _is_per_head(first)) and all(p.is_floating_point() for p in own.values()) else None
+    is_vector = sum(size > 1 for size in first.shape) == 1
+    is_one = is_vector or _is_per_head(first)
+    return tuple(own) if is_one and all(p.is_floating_point() for p in own.values()) else None
 
 
 def _without_affine(copy: Isolated, found: _Affine | None, x: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, A
 
 
 def _probe_plain(copy: Isolated) -> NormProbe | str | None:
-    """A norm without parameters."""
+    """A norm without a scale and shift of its channels."""
     for width in (*_declared_widths(copy.module), _ANY_WIDTH):
         with contextlib.suppress(*_FAILURES):
             fitted = _fit(copy, None, width)
@@ -133,6 +135,10 @@ def _probe_plain(copy: Isolated) -> NormProbe | str | None:
             for x in _channels(width) if width <= _MOST_CHANNELS else ():
                 if copy.tries(x) == x.shape and _standardises(copy, x):
                     return _without_formula("channels", copy, 0, _HIDDEN, x)
+        with contextlib.suppress(*_FAILURES):
+            x = _tokens(width)
+            if copy.tries(x) == x.shape and _standardises(copy, x, shift=0) and _mixes_channels(copy, x):
+                return _without_formula("other", copy, 0, _HIDDEN, x)
     return None
 
 
@@ -150,9 +156,9 @@ def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | N
         return _other_kind(copy, slots, width)
     found = _affine_structure(copy, slots, x, last=True)
     if found is None:
-        return NO_AFFINE
+        return None if copy.has_scalars else NO_AFFINE
     weight, bias, offset = found
-    if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
+    if _is_multiple(_without_affine(copy, found, x), x):
         return _SCALES_ONLY
     fitted = _fit(copy, found, width)
     if fitted is None:
@@ -207,7 +213,7 @@ def _probe_per_head(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str |
     found = _affine_structure(copy, slots, x, last=True)
     if found is None:
         return None
-    if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
+    if _is_multiple(_without_affine(copy, found, x), x):
         return None  # it only scales each head
     return _without_formula("heads", copy, width, found, x)
 
@@ -224,7 +230,7 @@ def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe
         if found := _affine_structure(copy, slots, x, last=False):
             if any(True for _ in copy.module.buffers()):
                 return BATCH_STATISTICS
-            if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
+            if _is_multiple(_without_affine(copy, found, x), x):
                 return _SCALES_ONLY  # a convolution of one number a channel
             return _without_formula("channels", copy, width, found, x)
         if _standardises(copy, x):  # and runs an activation
@@ -237,15 +243,24 @@ def _channels(width: int) -> Iterator[Tensor]:
     yield from (_rows(*shape) for shape in ((2, width, 4, 6), (2, width, 5), (3, width), (2, width, 2, 3, 4)))
 
 
-def _standardises(copy: Isolated, x: Tensor) -> bool:
-    """Whether the output does not change when all of the input is scaled by a positive number, and shifted."""
+def _standardises(copy: Isolated, x: Tensor, shift: int = 1) -> bool:
+    """Whether the output does not change when all of the input is scaled by a positive number, and shifted by `shift`
+    times its size."""
     for parameter in copy.module.parameters(recurse=False):  # earlier runs may have left zeros there
         parameter.data = torch.rand_like(parameter) + 0.5
     # A softmax does not change either where its input is large; a norm's eps counts where its input is small.
-    pairs = ((copy.run(size * x), copy.run(3 * size * x + size), close) for size, close in ((_LARGE, 1e-6), (1, 1e-2)))
+    sizes = ((_LARGE, 1e-6), (1, 1e-2))
+    pairs = ((copy.run(size * x), copy.run(3 * size * x + shift * size), close) for size, close in sizes)
     if not all(torch.allclose(y, moved, rtol=close, atol=close) for y, moved, close in pairs):
         return False
     return not torch.allclose(copy.run(-x), copy.run(x), rtol=_AGREES)
+
+
+def _mixes_channels(copy: Isolated, x: Tensor) -> bool:
+    """Whether an element of the output depends on other channels of its row, unlike that of a sign."""
+    moved = x.clone()
+    moved[..., 0] += 1
+    return not torch.allclose(copy.run(moved)[..., 1:], copy.run(x)[..., 1:], rtol=_AGREES)
 
 
 def _gated(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
@@ -342,6 +357,11 @@ def _layer(x: Tensor, eps: float) -> Tensor:
 
 
 _FORMULAS: dict[NormKind, Callable[[Tensor, float], Tensor]] = {"rms": _rms, "layer": _layer}
+
+
+def _is_multiple(y: Tensor, x: Tensor) -> bool:
+    """Whether `y` is `x` times one number."""
+    return torch.allclose(y * x.flatten()[0], x * y.flatten()[0], rtol=_AGREES)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
