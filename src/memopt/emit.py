@@ -87,7 +87,8 @@ class Planned:
         dropout = {"lora_dropout": self.step.lora_dropout} if self.step.lora_dropout else {}
         targets = ALL_LINEAR if ALL_LINEAR in names else list(names)
         saved = {"modules_to_save": list(self.step.modules_to_save)} if self.step.modules_to_save else {}
-        return {"r": self.step.lora_rank, "target_modules": targets, **dropout, **saved}
+        dora = {"use_dora": True} if self.step.use_dora else {}
+        return {"r": self.step.lora_rank, "target_modules": targets, **dropout, **dora, **saved}
 
     def shared(self, engine: str, *ways: Sharding) -> Sharding:
         """How the devices share the model: one of `ways`, the first if the plan is not about devices; else an error."""
@@ -258,6 +259,8 @@ def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
         values |= {"adapter": step.train, "lora_r": lora["r"], **every}
         if step.lora_dropout:
             values["lora_dropout"] = step.lora_dropout
+        if step.use_dora:
+            values["peft_use_dora"] = True
         if step.modules_to_save:
             values["lora_modules_to_save"] = list(step.modules_to_save)
         if step.train == "qlora":

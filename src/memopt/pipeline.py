@@ -189,6 +189,7 @@ def report(
     lora_targets: Sequence[str] = (ALL_LINEAR,),
     lora_dtype: AdapterDtype = "fp32",
     lora_dropout: float = 0.0,
+    use_dora: bool = False,
     modules_to_save: Sequence[str] = (),
     freeze: Sequence[str] = (),
     checkpointing: Checkpointing = "none",
@@ -217,10 +218,9 @@ def report(
         lora_rank: rank of the adapters.
         lora_targets: linears that get an adapter: ``all-linear``, or ends of module names.
         lora_dtype: ``fp32``, as PEFT makes adapters, or ``base``, the dtype of the base weights.
-        lora_dropout: probability of the adapters' dropouts.
+        lora_dropout, use_dora: probability of the adapters' dropouts; whether they are DoRA's, as PEFT's argument says.
         modules_to_save: modules that are trained in full beside the adapters, as PEFT's argument of this name.
-        freeze: what full tuning does not train: names of modules or parameters, whole or a part between dots, where *
-            stands for any characters (``visual``, ``layers.[0-7]``).
+        freeze: names of modules and parameters, with wildcards, that full tuning does not train: ``layers.[0-7]``.
         checkpointing: activation checkpointing of every block, or none.
         attention: the ``attn_implementation`` with which the model is loaded; by default transformers' choice.
         overrides: keys of the recipe to change, as ``key=value``.
@@ -271,6 +271,7 @@ def fit(
     lora_targets: Sequence[str] = (ALL_LINEAR,),
     lora_dtype: AdapterDtype = "fp32",
     lora_dropout: float = 0.0,
+    use_dora: bool = False,
     modules_to_save: Sequence[str] = (),
     freeze: Sequence[str] = (),
     checkpointing: Checkpointing = "none",
@@ -290,8 +291,7 @@ def fit(
     Args:
         gpu: a card or its memory (``rtx4090``, ``24GiB``); without it, only the peaks are predicted.
         optimizer: the optimizer whose states and temporary tensors are counted.
-        accumulation: micro-batches in a step (gradient accumulation), each of `batch` rows; with more than one,
-            gradients also live during forward.
+        accumulation: micro-batches in a step, each of `batch` rows; with several, gradients also live during forward.
         release_gradients: whether the optimizer steps in backward, as with :func:`memopt.release_gradients`.
         sharding: how `devices` share weights, gradients and states: ``ddp``, ``fsdp``, ``zero1`` to ``zero3``.
         devices: number of devices.

@@ -52,6 +52,7 @@ def test_comments_say_what_the_file_has_no_place_for() -> None:
     assert "# The recipe checkpoints some blocks" in text
     assert "LoraConfig(r=8, target_modules=['q_proj', 'v_proj'])" in text
     assert "memopt.patch(model, 'plan/recipe.yaml')" in text
+    assert "target_modules='all-linear', use_dora=True)" in text_of(planned(train="lora", use_dora=True), "trainer")
 
 
 def test_4_bit_weights_are_loaded_as_they_were_counted() -> None:

@@ -24,7 +24,7 @@ from memopt.prediction.peak import predict
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.events import Event, Trace
 from memopt.trace.trace import Step, parameters_of, subject, trace, with_idle
-from memopt.trace.training import Checkpointing, Request, Training
+from memopt.trace.training import Checkpointing, Precision, Request, Training
 from tests.factories import tiny_inputs, tiny_model
 from tests.trace.builders import named_config, sites_of
 from tests.trace.test_images import llava
@@ -124,6 +124,32 @@ def test_modules_to_save_are_trained_as_peft_trains_them(saved: tuple[str, ...],
     real = RealStep(of, Setup())
     real.run()
     assert predict(of).peak.nbytes == pytest.approx(real.live_peak(), abs=256)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
+@pytest.mark.parametrize("recipe", [None, "exact-unfolded", "exact-levels"])
+@pytest.mark.parametrize(("name", "dropout"), [("llama", 0.1), ("bert", 0.0)])
+@pytest.mark.rotates(3)
+def test_the_adapters_of_dora_take_what_they_take_in_a_real_step(
+    name: str, dropout: float, recipe: str | None, precision: Precision
+) -> None:
+    """Each forward normalises every adapted weight; both copies of it live for a moment."""
+    config = named_config(name)
+    asked = Request("MODEL", train="lora", use_dora=True, lora_dropout=dropout, precision=precision)
+    training = replace(asked.training, batch=2, seq=64, cuda_kernels=False)
+    of = Step(config, training, sites_of(config), load_recipe(recipe) if recipe else None)
+    real = RealStep(of, Setup())
+    real.run()
+    found = predict(of).peak.nbytes
+    assert found == pytest.approx(real.live_peak(), abs=256)
+    assert found > predict(of.trained(use_dora=False)).peak.nbytes
+
+
+def test_dora_on_4_bit_weights_is_an_error() -> None:
+    config = named_config("llama")
+    training = Training(2, 64, train="qlora", use_dora=True)
+    with pytest.raises(ModelError, match="DoRA on 4-bit weights is not traced"):
+        predict(Step(config, training, sites_of(config)))
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def test_a_report_that_is_asked_whether_it_fits_names_fit() -> None:
         ({"lora_dropout": "0.1"}, "lora_dropout is '0.1', and"),
         ({"train": "lora", "freeze": "visual"}, "freeze has no effect"),
         ({"modules_to_save": "lm_head"}, "modules_to_save has no effect"),
+        ({"use_dora": True}, "use_dora has no effect"),
         ({"accumulation": 0}, "micro-batches (0) have to be whole and positive"),
         ({"devices": 2.0, "sharding": "zero3"}, "Devices (2.0) and micro-batches (1) have to be whole and positive"),
         ({"precision": 16, "release_gradients": True}, "precision is 16"),

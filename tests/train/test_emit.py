@@ -51,6 +51,7 @@ def test_trl_reads_the_trainers_file_without_its_own_defaults(precision: str) ->
         ({"train": "qlora"}, "bfloat16"),
         ({"train": "lora", "precision": "bf16-autocast"}, "bf16"),
         ({"train": "lora", "modules_to_save": ("embed_tokens", "lm_head")}, "bfloat16"),
+        ({"train": "lora", "use_dora": True}, "bfloat16"),
         ({"train": "lora", "lora_targets": ("q_proj",), "precision": "fp32"}, "float32"),
         ({"setup": {"sharding": "fsdp", **TWO}}, "bfloat16"),
         ({"setup": {"sharding": "zero2", **TWO}}, "bfloat16"),
@@ -71,6 +72,7 @@ def test_axolotl_reads_what_was_planned(plan: dict[str, Any], dtype: str) -> Non
         assert (found.adapter, bool(found.load_in_4bit)) == (plan["train"], plan["train"] == "qlora")
         assert found.lora_target_linear or found.lora_target_modules == ["q_proj"]
         assert tuple(found.lora_modules_to_save or ()) == plan.get("modules_to_save", ())
+        assert bool(found.peft_use_dora) == plan.get("use_dora", False)
     if plan.get("setup", {}).get("sharding") == "fsdp":
         assert found.fsdp_config.reshard_after_forward
         assert str(found.fsdp_config.fsdp_version or found.fsdp_version) == "2"

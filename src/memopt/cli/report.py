@@ -74,6 +74,7 @@ def report(
     lora_dropout: Annotated[
         float, typer.Option(min=0.0, max=1.0, metavar="PROBABILITY", help="Of the adapters' dropouts.")
     ] = 0.0,
+    use_dora: Annotated[bool, typer.Option("--use-dora", help="With LoRA: DoRA adapters, as PEFT's.")] = False,
     modules_to_save: Annotated[
         str | None,
         common.optional("With LoRA: modules that are trained in full, as PEFT's, e.g. embed_tokens,lm_head.", "NAMES"),

@@ -359,8 +359,8 @@ class _Answer:
             for name in lighter:
                 yield f"--optimizer {name}", replace(best, setup=replace(setup, optimizer=name))
         lighter_still: dict[Train, tuple[Train, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
-        adapters = has_16_bits(best.training.precision)
-        for train in lighter_still[best.training.train]:
+        adapters, dora = has_16_bits(best.training.precision), best.training.use_dora
+        for train in () if dora else lighter_still[best.training.train]:  # DoRA is not traced on 4-bit weights
             training = replace(best.training, train=train, adapter_fp32=adapters)
             yield f"--train {train}", replace(best, tracer=replace(best.tracer), training=training)
 

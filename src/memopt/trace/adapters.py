@@ -20,11 +20,13 @@ from memopt.walk.sites import Sites
 def add_adapters(model: PreTrainedModel, sites: Sites, training: Training) -> nn.Module:
     """`model` (on the meta device, changed in place as PEFT does) with the LoRA adapters of `training`, the rest
     frozen. Raises a ModelError if peft is not installed, no linear of the blocks has the name of a target, no module
-    that of one to save, or a linear returns more than one tensor."""
+    that of one to save, a linear returns more than one tensor, or DoRA is to adapt weights in 4 bits."""
     check_peft()
     from peft import LoraConfig, get_peft_model
 
     rank, targets, fp32 = training.lora_rank, training.lora_targets, training.adapter_fp32 or training.train == "qlora"
+    if training.use_dora and training.train == "qlora":
+        raise ModelError("DoRA on 4-bit weights is not traced.", "Leave out --use-dora (use_dora).")
     chosen = ALL_LINEAR if targets == (ALL_LINEAR,) else _resolve(targets, sites)
     saved = list(training.modules_to_save)
     for each in saved:  # PEFT trains nothing for a name that no module has
@@ -32,7 +34,11 @@ def add_adapters(model: PreTrainedModel, sites: Sites, training: Training) -> nn
             known = dict.fromkeys(name.rpartition(".")[2] for name, _ in model.named_children())
             raise ModelError(f"No module is named '{each}' (--modules-to-save).", f"Outermost: {', '.join(known)}.")
     config = LoraConfig(
-        r=rank, target_modules=chosen, lora_dropout=training.lora_dropout, modules_to_save=saved or None
+        r=rank,
+        target_modules=chosen,
+        lora_dropout=training.lora_dropout,
+        modules_to_save=saved or None,
+        use_dora=training.use_dora,
     )
     config._register_custom_module({Linear4bit: _on_4_bits()})
     try:

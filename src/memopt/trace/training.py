@@ -67,6 +67,8 @@ class Training:
     """As PEFT's: modules that are trained in full beside the adapters, by the ends of their names."""
     gathers_16_bits: bool = False
     """Whether the forward of a mixed step gets its fp32 weights in autocast's dtype, as FSDP's mixed precision."""
+    use_dora: bool = False
+    """As PEFT's: whether the adapters are DoRA's, which normalise each adapted weight in every forward."""
 
     @property
     def has_adapters(self) -> bool:
@@ -108,7 +110,7 @@ class Training:
             count = f"{self.images} image{'s' * (self.images > 1)} a row" if self.images else "images"
             words.insert(1, count + (f" of {self.image_side} x {self.image_side}" if self.image_side else ""))
         if self.has_adapters:
-            kind = "LoRA" if self.train == "lora" else "QLoRA"
+            kind = "QLoRA" if self.train == "qlora" else "DoRA" if self.use_dora else "LoRA"
             dropout = f", dropout {self.lora_dropout:g}" if self.lora_dropout else ""
             saved = f", {first_of(self.modules_to_save, 3)} in full" if self.modules_to_save else ""
             words.append(f"{kind} rank {self.lora_rank} on {', '.join(self.lora_targets)}{dropout}{saved}")
@@ -133,6 +135,7 @@ class Request:
     lora_targets: Sequence[str] = (ALL_LINEAR,)
     lora_dtype: AdapterDtype = "fp32"
     lora_dropout: float = 0.0
+    use_dora: bool = False
     modules_to_save: Sequence[str] = ()
     freeze: Sequence[str] = ()
     checkpointing: Checkpointing = "none"
@@ -172,6 +175,9 @@ class Request:
         if self.modules_to_save and self.train == "full":
             hint = "Leave out --modules-to-save (modules_to_save), or use train 'lora'."
             raise UsageError("Full tuning trains every module: modules_to_save has no effect.", hint)
+        if self.use_dora and self.train == "full":
+            hint = "Leave out --use-dora (use_dora), or use train 'lora'."
+            raise UsageError("Full tuning has no adapters: use_dora has no effect.", hint)
         if self.freeze and self.train != "full":
             hint = "Leave out --freeze (freeze), or use train 'full'."
             raise UsageError("Adapters leave all other weights frozen: freeze has no effect.", hint)
@@ -201,6 +207,7 @@ class Request:
             modules_to_save=tuple(self.modules_to_save),
             frozen=tuple(self.freeze),
             adapter_fp32=self.train != "full" and self.lora_dtype == "fp32" and has_16_bits(self.precision),
+            use_dora=bool(self.use_dora),
         )
 
 

@@ -179,6 +179,7 @@ def plan_model(
         lora_rank=getattr(plain, "r", 8),
         lora_targets=_short(adapted, sites) or (ALL_LINEAR,),
         lora_dropout=getattr(plain, "lora_dropout", 0.0),
+        use_dora=getattr(plain, "use_dora", False),
         attention=attention,
         checkpointing="full" if checkpoints else "none",
         frozen=() if adapters is not None else _frozen(base, stock),
