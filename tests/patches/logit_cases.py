@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memopt.patches.loss import plain, rows
 from memopt.patches.loss.module import patch_head
 from memopt.torch_compat import storage_id
 
@@ -22,6 +24,15 @@ BATCH, TOKENS, WIDTH, CLASSES = 2, 7, 64, 40
 LABELS = torch.arange(BATCH * TOKENS) * 5 % CLASSES
 _COLUMNS = torch.linspace(-1, 1, CLASSES)
 _INDEX = torch.tensor([1, 0])
+
+
+def in_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: Callable[[Tensor], int], **sizes: int) -> None:
+    """Let chunks of logits take `nbytes` of the head's input; `sizes` are ROWS and COLUMNS of blocks."""
+    for module in (rows, plain):
+        monkeypatch.setattr(module, "chunk_bytes", nbytes)
+    for name, size in sizes.items():
+        monkeypatch.setattr(plain, name, size)
+
 
 #: logits -> logits
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
@@ -219,11 +230,16 @@ class Model(nn.Module):
         return logits
 
 
-def outcome(case: Case, patched: bool, rounding: int | None = None) -> dict[str, Any]:
-    """Everything that a user can see of the case: values, gradients, memory, versions, and where which error is."""
-    model = Model(case.head, case.dtype, rounding)
+def made(head: str, dtype: torch.dtype, rounding: int | None = None, *, patched: bool = True) -> Model:
+    model = Model(head, dtype, rounding)
     if patched:
         patch_head(model.head, WIDTH, CLASSES)
+    return model
+
+
+def outcome(case: Case, patched: bool, rounding: int | None = None) -> dict[str, Any]:
+    """Everything that a user can see of the case: values, gradients, memory, versions, and where which error is."""
+    model = made(case.head, case.dtype, rounding, patched=patched)
     found: dict[str, Any] = {}
     try:
         loss = _run(case, model(), found)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.errors import NegativeVerdict
-from memopt.patches.loss import plain, rows
+from memopt.patches.loss import plain
 from memopt.walk.calls.outputs import output_tensors
 from memopt.walk.observe import walk_model
+from tests.patches.logit_cases import in_chunks
 from tests.support.largest import Largest
 from tests.support.plain_models import (
     LOSSES,
@@ -35,10 +36,7 @@ from tests.support.plain_models import (
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several chunks; logits that are computed whole are an error."""
-    for module in (rows, plain):
-        monkeypatch.setattr(module, "chunk_bytes", lambda x: 2**12)
-    monkeypatch.setattr(plain, "ROWS", 8)
-    monkeypatch.setattr(plain, "COLUMNS", 64)
+    in_chunks(monkeypatch, lambda x: 2**12, ROWS=8, COLUMNS=64)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="memopt")
         yield

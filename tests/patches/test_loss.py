@@ -24,6 +24,7 @@ from memopt.torch_compat import TorchDispatchMode
 from memopt.trace.account import account
 from memopt.walk.aten.precision import precise
 from tests.factories import randomise_vectors_, tiny_inputs, tiny_model
+from tests.patches.logit_cases import in_chunks
 from tests.support.largest import Largest
 
 ROWS, WIDTH, CLASSES = 24, 16, 200
@@ -36,10 +37,7 @@ LOSS_ONLY = (
 @pytest.fixture(autouse=True, params=["by blocks of columns", "at once"])
 def way(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
     """Several chunks of any head here, by each way to take it; a note that the logits are whole is an error."""
-    for module in (rows, plain):
-        monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * x.element_size())
-    monkeypatch.setattr(plain, "ROWS", 8)
-    monkeypatch.setattr(plain, "COLUMNS", 64)
+    in_chunks(monkeypatch, lambda x: 64 * x.element_size(), ROWS=8, COLUMNS=64)
     monkeypatch.setattr(plain.Plain, "is_at_once", request.param == "at once")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*computed whole.*")
@@ -59,6 +57,13 @@ class Model(nn.Module):
     def forward(self) -> Tensor:
         logits: Tensor = self.head(self.body(self.x))
         return logits
+
+
+def models(*, lean: bool = False, **options: Any) -> tuple[Model, Model]:
+    """A stock model, and one whose head is patched."""
+    stock, ours = Model(**options), Model(**options)
+    patch_head(ours.head, WIDTH, CLASSES, lean=lean)
+    return stock, ours
 
 
 def labels(ignored: int = 5) -> Tensor:
@@ -82,8 +87,7 @@ def assert_close(ours: dict[str, Tensor], stock: dict[str, Tensor], bound: float
 
 def compare(read: Any, *, bias: bool = False, lean: bool = False) -> None:
     """``read(logits)`` of a patched head and of a stock one: the same number and gradients, never computed whole."""
-    stock, ours = Model(bias=bias), Model(bias=bias)
-    patch_head(ours.head, WIDTH, CLASSES, lean=lean)
+    stock, ours = models(bias=bias, lean=lean)
     expected = read(stock())
     logits = ours()
     assert isinstance(logits, LazyLogits)
@@ -182,10 +186,7 @@ def test_a_mean_over_nothing_is_nan_without_a_gradient() -> None:
 
 def test_what_a_tensor_that_scales_learns() -> None:
     learned = []
-    for patched in (False, True):
-        model = Model()
-        if patched:
-            patch_head(model.head, WIDTH, CLASSES)
+    for model in models():
         scale, shift = torch.tensor([0.3]).double().requires_grad_(), BY_COLUMN.clone().requires_grad_()
         loss = F.cross_entropy(flat(torch.tanh(model() * scale) + shift), labels())
         learned.append(torch.autograd.grad(loss, (scale, shift)))
@@ -413,8 +414,7 @@ def test_verify_proves_the_losses_of_a_head(fault: str | None, monkeypatch: pyte
 
 
 def test_losses_of_parts_keep_one_gradient_of_the_weight(way: str) -> None:
-    model, kept = Model(), []
-    patch_head(model.head, WIDTH, CLASSES)
+    (_, model), kept = models(), []
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.shape == model.head.weight.shape and tensor.data_ptr() != model.head.weight.data_ptr():

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from memopt.patches.loss import plain, rows
 from memopt.patches.loss.lazy import LazyLogits
-from memopt.patches.loss.module import patch_head, whole_logits
-from tests.patches.logit_cases import BATCH, CLASSES, LABELS, LOSSES, OPERATIONS, READERS, TOKENS, WIDTH, Model
+from memopt.patches.loss.module import whole_logits
+from tests.patches.logit_cases import BATCH, CLASSES, LABELS, LOSSES, OPERATIONS, READERS, TOKENS, in_chunks, made
 
 Loss = Callable[[Any], Tensor]
 _TEACHER = torch.randn(BATCH, TOKENS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -27,10 +26,7 @@ _TEACHER = torch.randn(BATCH, TOKENS, CLASSES, dtype=torch.float64, generator=to
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (rows, plain):
-        monkeypatch.setattr(module, "chunk_bytes", lambda x: 12 * CLASSES * 2)
-    monkeypatch.setattr(plain, "ROWS", 2)
-    monkeypatch.setattr(plain, "COLUMNS", 16)
+    in_chunks(monkeypatch, lambda x: 12 * CLASSES * 2, ROWS=2, COLUMNS=16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -54,6 +50,7 @@ def _cross_entropy(y: Any) -> Tensor:
     return F.cross_entropy(y.flatten(0, 1), LABELS)
 
 
+_model = functools.partial(made, "plain", torch.float64)
 _plain = functools.partial(checkpoint, use_reentrant=False)
 _KINDS: dict[str, Callable[[Loss, Any], Tensor]] = {
     "plain": _plain,
@@ -81,9 +78,7 @@ _WHOLE: dict[str, Callable[[Loss, Callable[[Loss, Any], Tensor], Any], Tensor]] 
 
 def _step(loss_of: Callable[[Any], Tensor], patched: bool) -> list[Any]:
     """The loss and the gradients; the type of the error where the step has one."""
-    model = Model("plain", torch.float64)
-    if patched:
-        patch_head(model.head, WIDTH, CLASSES)
+    model = _model(patched=patched)
     try:
         loss = loss_of(model())
         loss.backward()
@@ -173,18 +168,14 @@ def test_offloading_around_the_checkpoint_is_stock(whole: bool) -> None:
 
 
 def test_logits_that_a_checkpointed_function_reads_by_chunks_stay_uncomputed() -> None:
-    model = Model("plain", torch.float64)
-    patch_head(model.head, WIDTH, CLASSES)
-    logits: Any = model()
+    logits: Any = _model()()
     (_plain(_cross_entropy, logits) + _plain(_entropy, logits)).backward()
     assert type(logits) is LazyLogits
     assert logits.value is None
 
 
 def test_the_second_run_computes_the_logits_no_second_time() -> None:
-    model = Model("plain", torch.float64)
-    patch_head(model.head, WIDTH, CLASSES)
-    logits: Any = model()
+    logits: Any = _model()()
     values: list[Tensor] = []
 
     def loss_of(y: Any) -> Tensor:
@@ -198,8 +189,7 @@ def test_the_second_run_computes_the_logits_no_second_time() -> None:
 
 
 def test_the_logits_are_freed_with_the_step() -> None:
-    model = Model("plain", torch.float64)
-    patch_head(model.head, WIDTH, CLASSES)
+    model = _model()
     gc.disable()
     try:
         logits: Any = model()
@@ -214,9 +204,7 @@ def test_the_logits_are_freed_with_the_step() -> None:
 
 def test_a_head_inside_the_checkpointed_function_is_stock() -> None:
     def gradients(patched: bool, loss: Loss, kind: str) -> list[Any]:
-        model = Model("plain", torch.float64)
-        if patched:
-            patch_head(model.head, WIDTH, CLASSES)
+        model = _model(patched=patched)
         _KINDS[kind](lambda _: loss(model()), torch.ones((), requires_grad=True)).backward()
         return [each.grad for each in model.parameters()]
 
@@ -230,8 +218,7 @@ def test_without_the_name_of_a_call_checkpointed_logits_are_whole(monkeypatch: p
 
 
 def test_the_reasons_name_a_checkpoint_inside_another() -> None:
-    model = Model("plain", torch.float64)
-    patch_head(model.head, WIDTH, CLASSES)
+    model = _model()
     _KINDS["inside another, closure"](_cross_entropy, model())
     (reason,) = whole_logits(model)
     assert "a checkpointed function inside another one reads them" in reason

@@ -23,7 +23,8 @@ from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
-from tests.patches.test_loss import CLASSES, LOSS_ONLY, ROWS, WIDTH, Model, labels
+from tests.patches.logit_cases import in_chunks
+from tests.patches.test_loss import CLASSES, LOSS_ONLY, ROWS, WIDTH, Model, labels, models
 from tests.support.largest import Largest
 from tests.support.ranks import run_ranks
 
@@ -34,9 +35,7 @@ OFF = [torch.no_grad, torch.inference_mode]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several chunks; a warning is an error, since reading logits is what evaluations do."""
-    for module in (rows, plain):
-        monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * 12)
-    monkeypatch.setattr(plain, "COLUMNS", 64)
+    in_chunks(monkeypatch, lambda x: 64 * 12, COLUMNS=64)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="memopt")
         yield
@@ -44,8 +43,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def pair(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> tuple[Model, Model]:
     """A patched head and a stock one."""
-    stock, ours = Model(bias=bias, dtype=dtype), Model(bias=bias, dtype=dtype)
-    patch_head(ours.head, WIDTH, CLASSES)
+    stock, ours = models(bias=bias, dtype=dtype)
     return ours, stock
 
 

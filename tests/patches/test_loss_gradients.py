@@ -14,11 +14,12 @@ from transformers.utils import ModelOutput
 
 from memopt.api import plan_for
 from memopt.patches.apply import apply
-from memopt.patches.loss import plain, rows
+from memopt.patches.loss import plain
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_config, tiny_inputs
+from tests.patches.logit_cases import in_chunks
 from tests.patches.test_loss import CLASSES, LOSS_ONLY, READS, ROWS, WIDTH, Model, assert_close, flat, gradients, labels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
@@ -26,10 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
 
 @pytest.fixture(autouse=True, params=["by blocks of columns", "at once"])
 def way(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    for module in (rows, plain):
-        monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * x.element_size())
-    monkeypatch.setattr(plain, "ROWS", 8)
-    monkeypatch.setattr(plain, "COLUMNS", 64)
+    in_chunks(monkeypatch, lambda x: 64 * x.element_size(), ROWS=8, COLUMNS=64)
     monkeypatch.setattr(plain.Plain, "is_at_once", request.param == "at once")
 
 

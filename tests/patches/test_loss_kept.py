@@ -9,8 +9,7 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 
 import memopt
-from memopt.patches.loss.module import patch_head
-from tests.patches.test_loss import CLASSES, WIDTH, Model
+from tests.patches.test_loss import Model, models
 from tests.patches.test_loss_outputs import pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
@@ -27,10 +26,8 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("releases", [False, True])
 def test_logits_that_are_kept_over_an_optimizers_step(name: str, releases: bool) -> None:
-    stock, ours = Model(), Model()
-    patch_head(ours.head, WIDTH, CLASSES)
     kept: list[list[Tensor]] = [[], []]
-    for model, found in zip((stock, ours), kept, strict=True):
+    for model, found in zip(models(), kept, strict=True):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         if releases:
             memopt.release_gradients(optimizer)
@@ -59,10 +56,8 @@ def _loss(logits: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("first", ["kept", "backward"])
 def test_logits_that_are_kept_from_inside_the_closure_of_a_step(name: str, first: str) -> None:
-    stock, ours = Model(), Model()
-    patch_head(ours.head, WIDTH, CLASSES)
     kept: list[list[Tensor]] = [[], []]
-    for model, found in zip((stock, ours), kept, strict=True):
+    for model, found in zip(models(), kept, strict=True):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
 
         def closure(model: Model = model, found: list[Tensor] = found) -> Tensor:
@@ -119,8 +114,7 @@ READ = {
 @pytest.mark.parametrize("change", UNCOUNTED)
 @pytest.mark.parametrize("read", READ)
 def test_logits_read_after_a_change_that_versions_do_not_count_are_an_error(change: str, read: str) -> None:
-    ours = Model()
-    patch_head(ours.head, WIDTH, CLASSES)
+    _, ours = models()
     logits = ours()
     _loss(logits).backward()
     versions = [parameter._version for parameter in ours.parameters()]
@@ -131,8 +125,7 @@ def test_logits_read_after_a_change_that_versions_do_not_count_are_an_error(chan
 
 
 def test_logits_of_a_call_without_a_backward_notice_a_change_through_data() -> None:
-    ours = Model()
-    patch_head(ours.head, WIDTH, CLASSES)
+    _, ours = models()
     logits = ours()
     _data(ours)
     with pytest.raises(RuntimeError, match="never computed"):
@@ -140,10 +133,8 @@ def test_logits_of_a_call_without_a_backward_notice_a_change_through_data() -> N
 
 
 def test_logits_of_frozen_weights_can_be_read_after_the_step() -> None:
-    stock, ours = Model(), Model()
-    patch_head(ours.head, WIDTH, CLASSES)
     found = []
-    for model in (stock, ours):
+    for model in models():
         model.head.requires_grad_(False)
         logits = model()
         _loss(logits).backward()

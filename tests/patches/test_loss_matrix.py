@@ -9,18 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.patches.loss import plain, rows
 from memopt.patches.loss.lazy import HANDLERS
-from tests.patches.logit_cases import OPERATIONS, READERS, Case, cases, outcome, wrong
+from tests.patches.logit_cases import OPERATIONS, READERS, Case, cases, in_chunks, outcome, wrong
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of a product, where the whole has fourteen and rounds otherwise."""
-    for module in (rows, plain):
-        monkeypatch.setattr(module, "chunk_bytes", lambda x: 12 * 40 * 2)
-    monkeypatch.setattr(plain, "ROWS", 2)
-    monkeypatch.setattr(plain, "COLUMNS", 16)
+    in_chunks(monkeypatch, lambda x: 12 * 40 * 2, ROWS=2, COLUMNS=16)
 
 
 @pytest.mark.parametrize("count", [400, pytest.param(4000, marks=pytest.mark.slow)])

@@ -9,7 +9,6 @@ import io
 import pickle
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,25 +20,22 @@ import memopt
 from memopt.api import plan_for
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.apply import apply
-from memopt.patches.loss import plain, rows
+from memopt.patches.loss import plain
 from memopt.patches.loss.lazy import LazyLogits
-from memopt.patches.loss.module import patch_head
 from tests.factories import tiny_inputs, tiny_model
-from tests.patches.test_loss import CLASSES, WIDTH, Model, _recipe, assert_close, gradients
+from tests.patches.logit_cases import in_chunks
+from tests.patches.test_loss import CLASSES, Model, _recipe, assert_close, gradients, models
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (rows, plain):
-        monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * 12)
-    return
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_chunks(monkeypatch, lambda x: 64 * 12)
 
 
 def pair() -> tuple[Model, LazyLogits, Tensor]:
-    stock, ours = Model(), Model()
-    patch_head(ours.head, WIDTH, CLASSES)
+    stock, ours = models()
     logits: Any = ours()
     return ours, logits, stock().detach()
 
@@ -157,10 +153,7 @@ def test_metrics_run_by_chunks(name: str, detached: bool) -> None:
 
 def test_a_change_in_place_is_seen_by_views_and_by_no_copy() -> None:
     found = []
-    for patched in (False, True):
-        model = Model()
-        if patched:
-            patch_head(model.head, WIDTH, CLASSES)
+    for model in models():
         logits = model()
         view, copied = logits.view(-1, CLASSES), logits.float()
         logits /= 2
@@ -179,8 +172,7 @@ def test_a_change_in_place_is_seen_by_views_and_by_no_copy() -> None:
 
 def test_any_other_loss_is_differentiated_as_in_the_stock_model() -> None:
     for loss in (lambda y: y.sin().mean(), lambda y: (y * torch.ones_like(y)).sum(), lambda y: y.std()):
-        stock, ours = Model(), Model()
-        patch_head(ours.head, WIDTH, CLASSES)
+        stock, ours = models()
         assert_close(gradients(ours, loss(ours())), gradients(stock, loss(stock())))
 
 
@@ -222,15 +214,13 @@ def _of_allowed_tokens(logits: Tensor) -> Tensor:
     ],
 )
 def test_a_users_function_keeps_its_backward(loss: Any) -> None:
-    stock, ours = Model(), Model()
-    patch_head(ours.head, WIDTH, CLASSES)
+    stock, ours = models()
     assert_close(gradients(ours, loss(ours())), gradients(stock, loss(stock())))
 
 
 @pytest.mark.parametrize("change", ["head.weight", "x"])
 def test_reading_them_after_a_change_in_place_is_an_error(change: str) -> None:
-    model = Model()
-    patch_head(model.head, WIDTH, CLASSES)
+    _, model = models()
     x = model.body(model.x)
     logits = model.head(x)
     with torch.no_grad():
@@ -241,8 +231,7 @@ def test_reading_them_after_a_change_in_place_is_an_error(change: str) -> None:
 
 
 def test_a_change_between_loss_and_backward_is_an_error() -> None:
-    model = Model()
-    patch_head(model.head, WIDTH, CLASSES)
+    _, model = models()
     loss = F.cross_entropy(model()[:, 0], torch.arange(4))
     with torch.no_grad():
         model.head.weight.add_(1)
@@ -251,24 +240,21 @@ def test_a_change_between_loss_and_backward_is_an_error() -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    model = Model()
-    patch_head(model.head, WIDTH, CLASSES)
+    _, model = models()
     loss = F.cross_entropy(model()[:, 0], torch.arange(4))
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, model.head.weight, create_graph=True)
 
 
 def test_a_graph_that_is_retained_gives_the_same_twice() -> None:
-    model = Model()
-    patch_head(model.head, WIDTH, CLASSES)
+    _, model = models()
     loss = F.cross_entropy(model()[:, 0], torch.arange(4))
     first = torch.autograd.grad(loss, model.head.weight, retain_graph=True)[0].clone()
     assert torch.equal(torch.autograd.grad(loss, model.head.weight)[0], first)
 
 
 def test_who_read_them_whole_is_said_once_a_place() -> None:
-    model = Model()
-    patch_head(model.head, WIDTH, CLASSES)
+    _, model = models()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -291,8 +277,7 @@ def test_who_read_them_whole_is_said_once_a_place() -> None:
     ],
 )
 def test_metrics_in_inference_mode_leave_the_gradients(metric: Any) -> None:
-    stock, ours = Model(), Model()
-    patch_head(ours.head, WIDTH, CLASSES)
+    stock, ours = models()
     logits, expected = ours(), stock()
     with torch.inference_mode():
         torch.testing.assert_close(metric(logits), metric(expected))
@@ -301,10 +286,7 @@ def test_metrics_in_inference_mode_leave_the_gradients(metric: Any) -> None:
 
 def test_logits_as_a_plain_tensor_have_the_graph_of_what_was_written_into_them() -> None:
     found = []
-    for patched in (False, True):
-        model = Model()
-        if patched:
-            patch_head(model.head, WIDTH, CLASSES)
+    for model in models():
         logits = model()
         logits[..., :3].clamp_(-0.1, 0.1)
         plain = logits.as_subclass(Tensor)
@@ -315,8 +297,7 @@ def test_logits_as_a_plain_tensor_have_the_graph_of_what_was_written_into_them()
 
 
 def test_a_hooked_head_is_stock_and_an_unhooked_one_is_not() -> None:
-    model = Model()
-    patch_head(model.head, WIDTH, CLASSES)
+    _, model = models()
     handle = model.head.register_forward_hook(lambda *given: None)
     assert type(model()) is Tensor
     handle.remove()
@@ -379,11 +360,8 @@ def _hooked(logits: Tensor, view: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", AS_STOCK)
 def test_values_and_gradients_are_the_stock_ones(name: str) -> None:
     found = []
-    for patched in (False, True):
-        model = Model()
+    for model in models():
         model.scale = nn.Parameter(torch.tensor(1.7, dtype=torch.float64))
-        if patched:
-            patch_head(model.head, WIDTH, CLASSES)
         result = AS_STOCK[name](model(), model)
         found.append((result.detach().clone(), gradients(model, result.sum()) if result.requires_grad else {}))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-10, atol=1e-10)
@@ -394,10 +372,7 @@ def test_values_and_gradients_are_the_stock_ones(name: str) -> None:
 
 def test_weights_that_are_lent_for_a_call() -> None:
     found = []
-    for patched in (False, True):
-        model = Model(bias=True)
-        if patched:
-            patch_head(model.head, WIDTH, CLASSES)
+    for model in models(bias=True):
         lent = {name: (value * 2).detach().requires_grad_() for name, value in model.named_parameters()}
         loss = F.cross_entropy(torch.func.functional_call(model, lent, ())[:, 0], torch.arange(4))
         found.append((loss, *torch.autograd.grad(loss, tuple(lent.values()))))
@@ -407,21 +382,17 @@ def test_weights_that_are_lent_for_a_call() -> None:
 def test_a_weight_that_is_a_view_of_another_parameter() -> None:
     """... as FSDP1 keeps it: the head has no parameter of its own."""
     found = []
-    for patched in (False, True):
-        model = Model()
-        if patched:
-            patch_head(model.head, WIDTH, CLASSES)
+    for model in models():
         flat = nn.Parameter(model.head.weight.detach().flatten())
         del model.head.weight
-        model.head.weight = flat.view(CLASSES, WIDTH)
+        model.head.weight = flat.view(CLASSES, -1)
         loss = F.cross_entropy(model()[:, 0], torch.arange(4))
         found.append((loss, *torch.autograd.grad(loss, flat)))
     torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_weight_that_was_replaced() -> None:
-    model = Model()
-    patch_head(model.head, WIDTH, CLASSES)
+    _, model = models()
     logits = model()
     model.head.weight = nn.Parameter(model.head.weight[:150].detach() * 2)
     with pytest.raises(RuntimeError, match="replaced since"):
@@ -433,8 +404,7 @@ def test_detached_logits_keep_no_graph_alive() -> None:
     class Token:
         pass
 
-    model, token = Model(), Token()
-    patch_head(model.head, WIDTH, CLASSES)
+    (_, model), token = models(), Token()
     hidden, alive = torch.tanh(model.body(model.x)), weakref.ref(token)
     hidden.grad_fn.metadata["token"] = token
     logits = model.head(hidden)
@@ -454,8 +424,7 @@ def test_a_gradient_of_logits_that_are_never_whole_is_an_error() -> None:
 
 def test_fp16_gradients_are_made_where_the_loss_scale_is_known() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        model = Model(dtype=torch.float32)
-        patch_head(model.head, WIDTH, CLASSES)
+        _, model = models(dtype=torch.float32)
         with torch.autocast("cpu", dtype):
             logits: Any = model().view(-1, CLASSES)
         small = dataclasses.replace(logits.source, width=1)
