@@ -231,7 +231,7 @@ PATCHES: tuple[Fault, ...] = (
         "checkpointed block: its first run gets leaves",
         "apart((*args, *named.values()), leaves=True)",
         "[*args, *named.values()]",
-        ("tests/patches/test_runs_twice.py", "-k", "get_a_leaf"),
+        ("tests/patches/test_arguments_again.py", "-k", "get_a_leaf"),
     ),
     Fault(
         "checkpointed block: lent weights are not put back for its second run",
@@ -249,7 +249,7 @@ PATCHES: tuple[Fault, ...] = (
         "checkpointed block: a cache given by position is kept",
         "    return function, tuple(values[len(keywords) :])",
         "    return function, args",
-        ("tests/patches/test_runs_twice.py",),
+        ("tests/patches/test_arguments_again.py",),
     ),
     Fault(
         "logits that become true leave other logits of the same call as they are",

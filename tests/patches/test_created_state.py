@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.patches.checkpointing.module import patch_block
-from tests.patches.test_runs_twice import assert_same, gradients
+from tests.patches.twice import assert_same, gradients
 
 
 def _attribute(block: Block) -> float:

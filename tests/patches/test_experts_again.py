@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import memopt
 from memopt.patches.checkpointing.module import patch_block
 from tests.patches.test_experts import FAMILIES, IDS, base
-from tests.patches.test_runs_twice import CHANGED
+from tests.patches.twice import CHANGED
 
 RECIPES = {
     "full": ("exact-unfolded", ("checkpointing.method=full",)),

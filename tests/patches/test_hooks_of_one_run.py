@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 import memopt
 from memopt.torch_compat import module_hooks
 from tests.factories import tiny_inputs, tiny_model
-from tests.patches.test_runs_twice import assert_same
+from tests.patches.twice import assert_same
 
 RECIPES = {
     "full": ("exact-unfolded", ("checkpointing.method=full",)),
