@@ -19,6 +19,7 @@ from memopt.plan.plan import coverage_totals
 from memopt.plan.recipe import load_recipe
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import step_gradients
 
 OFF = ("activations.method=none", "gated_mlps.method=none")
 ON = (*OFF, "toys.method=shrink")
@@ -76,7 +77,7 @@ def test_it_is_applied_saves_bytes_keeps_gradients_and_is_undone() -> None:
         model = gated()
         if recipe is not None:
             memopt.patch(model, recipe)
-        runs.append((account(model, lambda model=model: model(**inputs).loss).total, gradients(model, inputs)))
+        runs.append((account(model, lambda model=model: model(**inputs).loss).total, step_gradients(model, inputs)))
     (_, stock), (without, _), (total, patched) = runs
     assert total < without
     torch.testing.assert_close(patched, stock)
@@ -113,8 +114,3 @@ def without_it(folder: Path) -> Path:
     path = folder / "without.yaml"
     path.write_text("activations: {method: none}\ngated_mlps: {method: none}\nnorms: {fold: none}\n")
     return path
-
-
-def gradients(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    model(**inputs).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -131,7 +131,3 @@ def step(way: Way, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.T
     if way.precision != "autocast inside":
         loss.backward()
     return loss.detach()
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -20,6 +20,7 @@ from memopt.patches.linear.adapted import AdaptedRewrite, as_adapted, run_adapte
 from memopt.patches.swap import is_swapped, swap_forward
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -158,12 +159,6 @@ def loss(model: nn.Module, autocast: torch.dtype | None) -> Tensor:
     return found
 
 
-def gradients(model: nn.Module, autocast: torch.dtype | None) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss(model, autocast).backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["no autocast", "autocast"])
 def test_a_patched_model_runs_its_adapters_so_and_saves_no_copy(
     autocast: torch.dtype | None, applied: list[str], monkeypatch: pytest.MonkeyPatch
@@ -176,10 +171,10 @@ def test_a_patched_model_runs_its_adapters_so_and_saves_no_copy(
     def saved(model: nn.Module) -> int:
         return account(model, lambda: loss(model, autocast)).total
 
-    found, bytes_of_one = gradients(ours, autocast), saved(ours)
+    found, bytes_of_one = gradients_of(ours, loss(ours, autocast)), saved(ours)
     assert len(applied) == 2 * len(layers) > 0
     monkeypatch.setattr("memopt.patches.linear.adapted.adapted_linear", lambda *given: None)
-    expected = gradients(others, autocast)
+    expected = gradients_of(others, loss(others, autocast))
     assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
     assert bytes_of_one <= saved(others)
     memopt.unpatch(ours)
@@ -195,13 +190,13 @@ def test_a_checkpointed_region_runs_twice_with_the_same_gradients(
     config = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False)
     model = memopt.patch(get_peft_model(tiny_model("llama"), config).train())
     model.enable_input_require_grads()
-    expected = gradients(model, autocast)
+    expected = gradients_of(model, loss(model, autocast))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     sums: list[Tensor] = []
     add = kernel._sum
     monkeypatch.setattr(kernel, "_sum", lambda *given: sums.append(given[0]) or add(*given))
     count = len(applied)
-    found = gradients(model, autocast)
+    found = gradients_of(model, loss(model, autocast))
     assert len(applied) == (2 if reentrant else 3) * count  # reentrant: the first run has no gradients
     # The second run ends where the last tensor is saved, before the product of the last linear.
     assert len(sums) == (count if reentrant else 2 * count - len(model.base_model.model.model.layers))

@@ -22,7 +22,8 @@ from memopt.patches.checkpointing.module import BlockRewrite, patch_block
 from memopt.patches.checkpointing.offload import InputsOfThreads
 from memopt.patches.swap import states_in
 from tests.factories import tiny_inputs, tiny_model
-from tests.patches.twice import CHANGED, assert_same, gradients, levels
+from tests.patches.twice import CHANGED, assert_same, levels
+from tests.support.compare import gradients_of
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_what_lies_inside_an_argument_is_added_to_once_and_read_as_it_was(kind: 
             y = x
             for _ in range(3):  # later calls find more
                 y = block(y, given=given) if by_name else block(y, given)
-            results.append(gradients(block, y.sum()))
+            results.append(gradients_of(block, y.sum()))
             counts.append((len(HOLDERS[kind][1](given)), getattr(given, "calls", None)))
         assert_same(*results)
         assert counts[0] == counts[1]
@@ -114,7 +115,7 @@ def test_a_list_is_appended_to_once_and_read_as_it_was(by_name: bool, x: Tensor)
     for _ in range(2):
         past: list[Tensor] = []
         y = block(x, scales=scale, past=past) if by_name else block(x, scale, past)
-        found.append(gradients(block, y.sum()))
+        found.append(gradients_of(block, y.sum()))
         assert len(past) == 1
         if not found[1:]:
             patch_block(block, None, True, None)
@@ -142,7 +143,7 @@ def test_a_cache_given_by_position_is_written_by_no_second_run(
     stock = adapt(stock) if adapt else stock
     ours = memopt.patch(copy.deepcopy(stock), levels(recipe))
     for _ in range(2):
-        assert_same(*(gradients(model, model(**inputs).loss) for model in (ours, stock)), 1e-6)
+        assert_same(*(gradients_of(model, model(**inputs).loss) for model in (ours, stock)), 1e-6)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -173,7 +174,7 @@ def test_a_cache_that_holds_states_is_read(name: str, recipe: str) -> None:
         checkpointing._say_runs_once.cache_clear()
         with pytest.warns(match="run only once") if model is ours else contextlib.nullcontext():
             loss = model(**inputs, past_key_values=cache).loss
-        found.append(gradients(model, loss))
+        found.append(gradients_of(model, loss))
         found[-1]["states"] = states.grad
     assert_same(*found, 1e-6)
 
@@ -257,6 +258,6 @@ def test_the_first_block_may_get_a_leaf(recipe: str, of_adapters: bool, x: Tenso
     found = []
     for model in (ours, stock):
         x.grad = None
-        found.append({**gradients(model, model(x).sin().sum()), "x": x.grad})
+        found.append({**gradients_of(model, model(x).sin().sum()), "x": x.grad})
     assert "checkpointed" in str(memopt.summary(ours))
     assert_same(*found)

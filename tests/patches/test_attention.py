@@ -17,6 +17,7 @@ from memopt.trace.account import live_bytes
 from memopt.verification.run import verify
 from memopt.walk.models import attention as walk_attention
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import step_gradients
 
 
 def recipe(implementation: str) -> Recipe:
@@ -27,11 +28,8 @@ def set_to(model: nn.Module) -> str:
     return str(model.config._attn_implementation)
 
 
-def gradients(model: nn.Module, name: str = "llama", seed: int = 0) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    model.zero_grad()
-    model(**tiny_inputs(name)).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def gradients(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    return step_gradients(model, tiny_inputs("llama"), seed)
 
 
 def test_by_default_nothing_is_set_and_nothing_said() -> None:

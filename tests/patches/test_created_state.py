@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt.patches.checkpointing.module import patch_block
-from tests.patches.twice import assert_same, gradients
+from tests.patches.twice import assert_same
+from tests.support.compare import gradients_of
 
 
 def _attribute(block: Block) -> float:
@@ -109,10 +110,10 @@ def test_state_that_a_forward_creates(kind: str, backwards: str) -> None:
     for model in (ours, stock):
         torch.manual_seed(1)
         if backwards == "in order":
-            found.append([gradients(model, model(x.clone().requires_grad_()).square().sum()) for _ in range(4)])
+            found.append([gradients_of(model, model(x.clone().requires_grad_()).square().sum()) for _ in range(4)])
         else:
             losses = [model(x.clone().requires_grad_()).square().sum() for _ in range(3)]
-            found.append([gradients(model, loss) for loss in losses])
+            found.append([gradients_of(model, loss) for loss in losses])
     for mine, theirs in zip(*found, strict=True):
         assert_same(mine, theirs)
     left, right = ([_state(block) for block in model] for model in (ours, stock))

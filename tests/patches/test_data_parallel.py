@@ -20,6 +20,7 @@ from memopt.patches.checkpointing.offload import InputsOfThreads
 from memopt.patches.swap import swap_state
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of
 
 
 @pytest.fixture
@@ -41,9 +42,7 @@ def _patched(name: str, recipe: str, *settings: str) -> Any:
 
 
 def _gradients(model: nn.Module, losses: list[Tensor]) -> dict[str, Tensor]:
-    model.zero_grad()
-    torch.stack(losses).sum().backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return gradients_of(model, torch.stack(losses).sum())
 
 
 def _batches(name: str) -> list[dict[str, Tensor]]:

@@ -15,6 +15,7 @@ from memopt.patches.checkpointing.module import BlockRewrite, patch_block
 from memopt.patches.swap import states_in
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of
 
 EXPERTS, WIDTH = 4, 64
 #: Scores are so many units of rounding from a tie, in each run to the other side.
@@ -82,11 +83,9 @@ class Experts(nn.Module):
 
 def step(model: nn.Module, x: Tensor, autocast: bool) -> dict[str, Tensor]:
     torch.manual_seed(2)
-    model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(x).double().square().sum()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model, loss)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from memopt.patches.dropout.functions import seeded_attention
 from memopt.patches.functions import patch_functions
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of
 
 P, SEED = 0.25, 11
 BERT = {"hidden_dropout_prob": P, "attention_probs_dropout_prob": P}
@@ -142,12 +143,10 @@ def test_a_model_saves_what_it_saves_without_dropouts(name: str, attention: str)
 
 
 def gradients(made: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    made.zero_grad()
     torch.manual_seed(5)
     loss = made(**inputs).loss
     torch.manual_seed(6)
-    loss.backward()
-    return {name: each.grad.clone() for name, each in made.named_parameters() if each.grad is not None}
+    return gradients_of(made, loss)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import memopt
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of
 
 OUTPUTS = memopt.load_recipe("exact-unfolded", ("linears.recompute=auto",))
 BLOCKS = memopt.load_recipe("exact-unfolded", ("checkpointing.method=full",))
@@ -35,17 +36,11 @@ def compute(model: nn.Module, factor: float) -> None:
         module.weight = module.raw * factor
 
 
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
 def exchanged(model: nn.Module, then: Callable[[nn.Module], None]) -> dict[str, Tensor]:
     compute(model, 1.0)
     loss = model(**tiny_inputs("llama", 2, 8)).loss
     then(model)
-    return gradients(model, loss)
+    return gradients_of(model, loss)
 
 
 def deleted(model: nn.Module) -> None:
@@ -103,5 +98,5 @@ def test_adapters_whose_scale_held_for_the_forward_alone_train_as_in_stock(
                 module.register_forward_hook(lambda *given: None)
         with rescale_adapter_scale(model, 0.3):
             loss = model(**tiny_inputs("llama", 2, 8)).loss
-        found.append(gradients(model, loss))
+        found.append(gradients_of(model, loss))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)

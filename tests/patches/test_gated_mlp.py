@@ -12,7 +12,7 @@ import memopt
 from memopt.patches.gated_mlp.module import GatedMLPRewrite
 from memopt.patches.swap import is_swapped, swap_state
 from tests.factories import tiny_inputs, tiny_model
-from tests.support.compare import step_gradients
+from tests.support.compare import step_gradients, stock_and_patched
 
 GATED = ["llama", "qwen3", "gemma2", "phi3", "t5"]
 
@@ -188,10 +188,7 @@ def test_a_checkpoint_around_a_part_of_a_block_works():
     from torch.utils.checkpoint import checkpoint
 
     results = []
-    for patched in (False, True):
-        model = tiny_model("bert")
-        if patched:
-            memopt.patch(model)
+    for model in stock_and_patched(lambda: tiny_model("bert")):
         for layer in model.bert.encoder.layer:
             inner = layer.intermediate.forward
             layer.intermediate.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)

@@ -12,6 +12,7 @@ import memopt
 from memopt.torch_compat import module_hooks
 from tests.factories import tiny_inputs, tiny_model
 from tests.patches.twice import assert_same
+from tests.support.compare import stock_and_patched
 
 RECIPES = {
     "full": ("exact-unfolded", ("checkpointing.method=full",)),
@@ -46,10 +47,7 @@ def tables(model: nn.Module) -> list[dict[int, Any]]:
 @pytest.mark.rotates(3)
 def test_hooks_that_are_removed_or_added_before_backward(name: str, kind: str, recipe: str, when: str) -> None:
     inputs, found, counted = tiny_inputs(name), [], []
-    for patches in (False, True):
-        model = tiny_model(name).train()
-        if patches:
-            memopt.patch(model, memopt.load_recipe(*RECIPES[recipe]))
+    for model in stock_and_patched(lambda: tiny_model(name).train(), memopt.load_recipe(*RECIPES[recipe])):
         gradients: dict[str, Any] = {}
         for place in PLACES[name]:
             calls: list[int] = []
@@ -83,10 +81,7 @@ def test_hooks_that_are_removed_or_added_before_backward(name: str, kind: str, r
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_hooks_that_change_outputs_do_so_in_both_runs_or_in_none(recipe: str, kind: str, when: str) -> None:
     inputs, found = tiny_inputs("llama"), []
-    for patches in (False, True):
-        model = tiny_model("llama").train()
-        if patches:
-            memopt.patch(model, memopt.load_recipe(*RECIPES[recipe]))
+    for model in stock_and_patched(lambda: tiny_model("llama"), memopt.load_recipe(*RECIPES[recipe])):
         ends = PLACES["llama"]
         there = [module for name, module in model.named_modules() if name.endswith(ends)]
 

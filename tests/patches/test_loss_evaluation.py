@@ -25,6 +25,7 @@ from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
 from tests.patches.logit_cases import in_chunks
 from tests.patches.test_loss import CLASSES, LOSS_ONLY, ROWS, WIDTH, Model, labels, models
+from tests.support.compare import stock_and_patched
 from tests.support.largest import Largest
 from tests.support.ranks import run_ranks
 
@@ -252,10 +253,7 @@ def test_generate_is_bitwise_stock(how: dict[str, Any]) -> None:
     prompt = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(0))
     given: Any = {"input_ids": prompt, "max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
     found = []
-    for patched in (False, True):
-        model: Any = built("llama")
-        if patched:
-            memopt.patch(model, RECIPE)
+    for model in stock_and_patched(lambda: built("llama"), RECIPE):
         torch.manual_seed(0)
         found.append(model.generate(**given, **how))
     assert torch.equal(found[0].sequences, found[1].sequences)
@@ -312,10 +310,7 @@ EVALUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_trainer_evaluates_as_with_the_stock_model(name: str, tmp_path: Path) -> None:
     settings, more = EVALUATIONS[name]
     found, largest = [], []
-    for patched in (False, True):
-        model = built("llama")
-        if patched:
-            memopt.patch(model, RECIPE)
+    for model in stock_and_patched(lambda: built("llama"), RECIPE):
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_eval_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True, **settings
         )

@@ -25,6 +25,7 @@ from memopt.patches.loss.lazy import LazyLogits
 from tests.factories import tiny_inputs, tiny_model
 from tests.patches.logit_cases import in_chunks
 from tests.patches.test_loss import CLASSES, Model, _recipe, assert_close, gradients, models
+from tests.support.compare import stock_and_patched
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
 
@@ -461,10 +462,7 @@ class _Doubled(torch.autograd.Function):
 
 def test_a_plain_tensor_of_what_a_function_returned_has_its_gradient() -> None:
     found = []
-    for is_patched in (False, True):
-        model = tiny_model("llama")
-        if is_patched:
-            memopt.patch(model, "exact-unfolded")
+    for model in stock_and_patched(lambda: tiny_model("llama"), "exact-unfolded"):
         y = _Doubled.apply(model(**tiny_inputs("llama", 2, 8)).logits).as_subclass(Tensor)  # type: ignore[no-untyped-call]
         (y * torch.arange(y.numel()).view(y.shape).sin()).sum().backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])

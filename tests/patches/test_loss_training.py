@@ -17,6 +17,7 @@ from memopt.patches.loss.lazy import LazyLogits
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
 from tests.patches.test_loss import LOSS_ONLY
+from tests.support.compare import stock_and_patched
 from tests.support.ranks import run_ranks
 
 RECIPE = load_recipe("exact-unfolded", LOSS_ONLY)
@@ -46,10 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_trainer(name: str, tmp_path: Path) -> None:
     found = []
-    for patched in (False, True):
-        model = tiny_model("llama")
-        if patched:
-            memopt.patch(model, RECIPE)
+    for model in stock_and_patched(lambda: tiny_model("llama"), RECIPE):
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, logging_steps=1, optim="sgd",
             report_to=[], save_strategy="no", use_cpu=True, eval_strategy="steps", eval_steps=3, **SETTINGS[name],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import re
 
@@ -23,6 +24,7 @@ from memopt.trace.account import account, live_bytes
 from memopt.verification.gradient import compare_gradients
 from memopt.verification.models import cast_inputs
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of, step_gradients, stock_and_patched
 from tests.support.versions import needs
 
 #: Tiny model -> linears of a block whose output something saves, and hidden states of `intermediate` and attention.
@@ -64,12 +66,7 @@ def adapted(model, dropout=0.0, **options):
     return model.train()
 
 
-def step(model, inputs, seed=0):
-    torch.manual_seed(seed)
-    model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+step = functools.partial(step_gradients, seed=0)
 
 
 def bytes_saved(model, inputs) -> int:
@@ -281,7 +278,7 @@ def test_it_runs_again_in_the_mode_of_the_forward(trains):
         model.train(not trains)
         loss.backward()
         assert all(module.training is not trains for module in model.modules())
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return gradients_of(model)
 
     expected = gradients()
     memopt.patch(model, recipe())
@@ -340,10 +337,7 @@ class _OwnLinear(nn.Module):
 
 def test_proofs_in_a_checkpointed_block_save_nothing_there() -> None:
     found = []
-    for is_patched in (False, True):
-        model = tiny_model("llama", use_cache=False)
-        if is_patched:
-            memopt.patch(model, "exact-levels")
+    for model in stock_and_patched(lambda: tiny_model("llama", use_cache=False), "exact-levels"):
         for block in model.model.layers:  # proved to be a linear in the block's next forward
             block.mlp.up_proj = _OwnLinear(block.mlp.up_proj)
         for _ in range(2):

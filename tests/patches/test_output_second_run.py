@@ -28,7 +28,7 @@ def test_adapters_with_dropout_run_again_with_the_masks_of_the_forward(when, set
         if when == "before" and rules is not None:
             memopt.patch(model, rules)
         step(model, inputs)
-        results.append((step(model, inputs, 5), torch.rand(2), bytes_saved(model, inputs)))
+        results.append((step(model, inputs, seed=5), torch.rand(2), bytes_saved(model, inputs)))
     (stock, next_stock, _), (exact, next_exact, kept), (found, next_found, saved) = results
     assert same(found, exact)
     assert torch.equal(next_found, next_exact)  # and later draws are what they would have been

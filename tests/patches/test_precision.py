@@ -18,6 +18,7 @@ from memopt.patches.linear.module import patch_linear
 from memopt.patches.swap import is_swapped
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of
 
 
 def stock(name: str, lora: bool) -> nn.Module:
@@ -35,11 +36,9 @@ def run(model: nn.Module, dtype: torch.dtype, inputs: dict[str, Any]) -> Tensor:
 
 
 def gradients(model: nn.Module, name: str, around: Callable[[], Any] = nullcontext) -> dict[str, Tensor]:
-    model.zero_grad()
     with around():
         loss = run(model, torch.bfloat16, tiny_inputs(name))
-    loss.backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return gradients_of(model, loss)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

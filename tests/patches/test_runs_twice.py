@@ -20,7 +20,8 @@ import memopt
 from memopt.patches.checkpointing.module import patch_block
 from memopt.torch_compat import kernels_of_attention
 from tests.factories import tiny_inputs, tiny_model
-from tests.patches.twice import CHANGED, assert_same, gradients, levels
+from tests.patches.twice import CHANGED, assert_same, levels
+from tests.support.compare import gradients_of
 
 STATES = ("spectral norm", "spectral hook", "average", "assigned average", "plain tensor", "counter", "list", "object",
           "tensor of an object", "list in a list", "dict in a dict", "kind of a dict")  # fmt: skip
@@ -109,18 +110,18 @@ def state(model: Model) -> list[Any]:
 def test_state_that_the_forward_changes_is_changed_once_and_read_as_it_was(kind: str, x: Tensor) -> None:
     models = pair(kind)
     for _ in range(4):
-        assert_same(*(gradients(model, model(x)) for model in models))
+        assert_same(*(gradients_of(model, model(x)) for model in models))
         assert state(models[0]) == state(models[1])
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_several_forwards_may_come_before_their_backward(kind: str, x: Tensor) -> None:
     models = pair(kind)
-    assert_same(*(gradients(model, model(x) + model(2 * x)) for model in models))
+    assert_same(*(gradients_of(model, model(x) + model(2 * x)) for model in models))
     for model in models:
         model.eval()(x)
         model.train()
-    assert_same(*(gradients(model, model(x) + model(2 * x)) for model in models))
+    assert_same(*(gradients_of(model, model(x) + model(2 * x)) for model in models))
     assert state(models[0]) == state(models[1])
 
 
@@ -160,7 +161,7 @@ def test_what_blocks_collect_is_collected_once_also_if_it_is_taken_before_backwa
         model = nn.Sequential(*(Collecting(kind, collector) for _ in range(2))).double().train()
         for layer in model if is_ours else ():
             patch_block(layer, None, True, None)
-        steps.append([gradients(model, model(x).square().sum() + collector.take()) for _ in range(4)])
+        steps.append([gradients_of(model, model(x).square().sum() + collector.take()) for _ in range(4)])
         assert not getattr(collector, kind)
     for pair_of_steps in zip(*steps, strict=True):
         assert_same(*pair_of_steps)
@@ -199,7 +200,7 @@ def test_the_second_run_draws_the_numbers_of_the_first_and_later_steps_go_on_fro
             patch_block(layer, None, True, None)
         random.seed(0)
         np.random.seed(0)
-        steps.append([gradients(model, model(x).square().sum()) for _ in range(4)])
+        steps.append([gradients_of(model, model(x).square().sum()) for _ in range(4)])
     for pair_of_steps in zip(*steps, strict=True):
         assert_same(*pair_of_steps)
 
@@ -254,7 +255,7 @@ def test_a_model_that_is_switched_to_evaluation_drops_out_as_in_its_forward(x: T
         model.layers[0].act = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
         torch.manual_seed(1)
         loss = model(x)
-        found.append(gradients(model.eval(), loss))
+        found.append(gradients_of(model.eval(), loss))
         assert not any(module.training for module in model.modules())
     assert_same(*found)
 
@@ -265,7 +266,7 @@ def test_lent_weights_of_real_models(name: str) -> None:
     stock, inputs, found = tiny_model(name, torch.float64, **experts), tiny_inputs(name), []
     for model in (memopt.patch(copy.deepcopy(stock), levels("levels")), stock):
         lent = {each: 1.01 * p for each, p in model.named_parameters()}
-        found.append(gradients(model, torch.func.functional_call(model, lent, (), inputs).loss))
+        found.append(gradients_of(model, torch.func.functional_call(model, lent, (), inputs).loss))
     assert_same(*found, 1e-6)
 
 
@@ -300,6 +301,6 @@ def test_kernels_of_attention_that_the_forward_allowed_run_again(recipe: str) ->
         with sdpa_kernel(SDPBackend.MATH):
             loss = model(**inputs).loss
         before = kernels_of_attention(with_priority=True)
-        found.append(gradients(model, loss))
+        found.append(gradients_of(model, loss))
         assert kernels_of_attention(with_priority=True) == before
     assert_same(*found, 1e-6)

@@ -20,6 +20,7 @@ from memopt.plan.recipe import load_recipe
 from memopt.recompute.specs import spec_of
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import step_gradients
 
 #: The last norm's reader is the head's linear, which a chunked loss does not run.
 WHOLE_LOGITS = load_recipe("exact-unfolded", ["loss.method=none"])
@@ -46,26 +47,20 @@ def in_blocks(model: nn.Module) -> list[str]:
     return [n for n, m in model.named_modules() if is_swapped(m) and isinstance(swap_state(m), ScopeRewrite)]
 
 
-def step(model, inputs):
-    model.zero_grad()
-    model(**inputs).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
 def test_a_block_whose_outputs_only_linears_read_needs_its_scope_once():
     model, inputs = memopt.patch(tiny_model("llama"), WHOLE_LOGITS).train(), tiny_inputs("llama", 2, 16)
-    first, once = step(model, inputs), []
-    step(model, inputs)
+    first, once = step_gradients(model, inputs), []
+    step_gradients(model, inputs)
     # The head's scope, around the linear behind the last norm, stays: it has replaced its input.
-    assert scopes_that_open(model, lambda: once.append(step(model, inputs))) == 1
+    assert scopes_that_open(model, lambda: once.append(step_gradients(model, inputs))) == 1
     assert all(torch.equal(first[name], once[0][name]) for name in first)
 
 
 def test_a_block_with_other_readers_keeps_its_scope():
     model, inputs = memopt.patch(tiny_model("gpt2")).train(), tiny_inputs("gpt2", 2, 16)
     for _ in range(3):
-        step(model, inputs)
-    assert scopes_that_open(model, lambda: step(model, inputs)) >= model.config.num_hidden_layers
+        step_gradients(model, inputs)
+    assert scopes_that_open(model, lambda: step_gradients(model, inputs)) >= model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(
@@ -74,10 +69,10 @@ def test_a_block_with_other_readers_keeps_its_scope():
 def test_a_copy_of_a_model_in_use_trains_like_it(made):
     model, inputs = memopt.patch(tiny_model("llama")).train(), tiny_inputs("llama", 2, 16)
     for _ in range(2):
-        expected = step(model, inputs)
+        expected = step_gradients(model, inputs)
     other = made(model)
     for _ in range(2):
-        found = step(other, inputs)
+        found = step_gradients(other, inputs)
         assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
@@ -97,11 +92,11 @@ def test_outputs_with_their_graph_are_written_and_read_by_torch(kind: str, tmp_p
 
 def test_unpatching_a_model_in_use_takes_the_linears_back():
     model, inputs = memopt.patch(tiny_model("llama")).train(), tiny_inputs("llama", 2, 16)
-    step(model, inputs)
+    step_gradients(model, inputs)
     assert any(is_swapped(m) for m in model.modules() if isinstance(m, nn.Linear))
     memopt.unpatch(model)
     assert not any(is_swapped(m) for m in model.modules())
-    step(model, inputs)
+    step_gradients(model, inputs)
 
 
 def test_adapters_that_come_after_steps_keep_what_earlier_ones_keep():
@@ -111,13 +106,13 @@ def test_adapters_that_come_after_steps_keep_what_earlier_ones_keep():
     for trains_first in (False, True):
         model = memopt.patch(tiny_model("llama")).train()
         if trains_first:
-            step(model, inputs)
-            step(model, inputs)
+            step_gradients(model, inputs)
+            step_gradients(model, inputs)
         model = get_peft_model(model, config)
-        step(model, inputs)
+        step_gradients(model, inputs)
         kept.append(account(model, lambda model=model: model(**inputs).loss).saved)
     earlier = memopt.patch(get_peft_model(tiny_model("llama"), config).train())
-    step(earlier, inputs)
+    step_gradients(earlier, inputs)
     kept.append(account(earlier, lambda: earlier(**inputs).loss).saved)
     assert kept[0] == kept[1] == kept[2]
 
@@ -147,12 +142,12 @@ def test_all_readers_of_a_norm_recompute_it_once(monkeypatch):
     from memopt.kernels.norm import ops
 
     model, inputs = memopt.patch(tiny_model("llama"), WHOLE_LOGITS).train(), tiny_inputs("llama", 2, 16)
-    step(model, inputs)
+    step_gradients(model, inputs)
     calls, readers = [], []
     affine, forward = ops.recompute_output, RecomputedInputFunction.forward
     monkeypatch.setattr(ops, "recompute_output", lambda *a, **k: calls.append(1) or affine(*a, **k))
     monkeypatch.setattr(RecomputedInputFunction, "forward", lambda *a: readers.append(1) or forward(*a))
-    step(model, inputs)
+    step_gradients(model, inputs)
     layers = model.config.num_hidden_layers
     assert len(readers) == 5 * layers  # q, k, v; gate, up
     assert len(calls) == 2 * layers + 1  # and the head's, behind the last norm

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import memopt
 from memopt.kernels.linear import function as linear
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import stock_and_patched
 from tests.support.ranks import run_ranks
 
 
@@ -19,10 +19,7 @@ def train(rank: int, folder: str, checkpointing: bool, autocast: bool) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     mesh, inputs, gradients = init_device_mesh("cpu", (2,)), tiny_inputs("llama", 2, 16), []
-    for patched in (False, True):
-        model = tiny_model("llama").train()
-        if patched:
-            memopt.patch(model)
+    for model in stock_and_patched(lambda: tiny_model("llama")):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         for block in model.model.layers:
@@ -61,10 +58,7 @@ def train_by_flat_parameters(rank: int, folder: str, original: bool, wrapper: bo
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     inputs, gradients = tiny_inputs("llama", 2, 16), []
     blocks = {type(tiny_model("llama").model.layers[0])}
-    for patched in (False, True):
-        model = tiny_model("llama", use_cache=False).train()
-        if patched:
-            memopt.patch(model)
+    for model in stock_and_patched(lambda: tiny_model("llama", use_cache=False)):
         if not wrapper:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         sharded = FullyShardedDataParallel(

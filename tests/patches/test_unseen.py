@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.patches.unseen import Values
+from tests.support.compare import gradients_of
 
 WIDTH = 32
 IDS = torch.arange(24).view(2, 12) * 7 % 50
@@ -62,9 +63,7 @@ def _pair(block: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 def _step(model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad()
-    torch.nn.functional.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten()).backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return gradients_of(model, torch.nn.functional.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten()))
 
 
 def _assert_same(stock: nn.Module, patched: nn.Module) -> None:

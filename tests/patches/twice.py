@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from memopt.plan.recipe import Recipe, load_recipe
 
@@ -11,12 +11,6 @@ CHANGED = "modified by an inplace operation"
 
 def levels(name: str) -> Recipe:
     return load_recipe("exact-levels") if name == "levels" else load_recipe("exact-unfolded", [f"checkpointing.{name}"])
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], limit: float = 1e-12) -> None:

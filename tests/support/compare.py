@@ -1,12 +1,15 @@
-"""Whether tensors are the same, and the gradients that such a comparison is mostly about."""
+"""Whether tensors are the same, the models that are compared, and their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import memopt
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE
 
 
 def same_bits(a: Tensor, b: Tensor, *, strides: bool = False) -> bool:
@@ -26,13 +29,22 @@ def all_equal(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
     return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
+def stock_and_patched(make: Callable[[], Any], recipe: Any = DEFAULT_MEMORY_RECIPE) -> Iterator[Any]:
+    """One model as it is, and then another one, patched."""
+    yield make()
+    yield memopt.patch(make(), recipe)
+
+
 def gradients_of_squares(y: Tensor, inputs: Sequence[Tensor], **options: bool) -> tuple[Tensor, ...]:
     """Gradients of the sum of the squares of `y`, which differ where y differs; `options` are autograd.grad's."""
     return torch.autograd.grad(y.square().sum(), inputs, **options)
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the gradients that parameters of `model` have, by name."""
+def gradients_of(model: nn.Module, loss: Tensor | None = None) -> dict[str, Tensor]:
+    """Copies of the gradients that parameters of `model` have, by name; with a `loss`, of that loss alone."""
+    if loss is not None:
+        model.zero_grad()
+        loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -6,15 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from memopt.walk.aten.precision import precise
+from tests.support.compare import step_gradients
 
 IDS = torch.arange(40).reshape(2, 20) * 7 % 61 + 3
 
 
 def gradients(model: nn.Module, ids: Tensor = IDS) -> dict[str, Tensor]:
-    model.zero_grad()
     with precise(next(model.parameters()).dtype):
-        model(input_ids=ids, labels=ids).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return step_gradients(model, {"input_ids": ids, "labels": ids})
 
 
 def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], tolerance: float = 1e-10) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import memopt
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import stock_and_patched
 from tests.zoo.libraries import MODELS, LibraryModel, sentence_transformer
 from tests.zoo.library_rows import built, examine_library
 
@@ -96,10 +97,7 @@ def test_sentence_transformers_trainer_has_the_stock_losses_and_no_warning(loss:
 def test_fabric_trains_a_model_that_computes_its_loss(precision: str) -> None:
     fabric_of: Any = pytest.importorskip("lightning.fabric", reason="lightning is not installed").Fabric
     losses = []
-    for patches in (False, True):
-        model: Any = tiny_model("llama").train()
-        if patches:
-            memopt.patch(model)
+    for model in stock_and_patched(lambda: tiny_model("llama")):
         fabric = fabric_of(accelerator="cpu", devices=1, precision=precision)
         running, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
         found = []

@@ -28,6 +28,7 @@ from memopt.pipeline import patch_checkpoint
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 from tests.patches.test_adapters import Gradients, error, gradients
+from tests.support.compare import step_gradients
 
 #: Each operation rounds once to fp32: about 64 on a path forward and back through two blocks, off by half of its
 #: epsilon of the largest element.
@@ -227,7 +228,7 @@ def test_quantisation_aware_training_saves_as_much_as_training_and_one_copy_of_e
     stock = copy.deepcopy(plain)
     quantize_(stock, QATConfig(activation_config=of_inputs, weight_config=of_weights, step="prepare"))
     patched = memopt.patch(copy.deepcopy(stock))
-    one, other = (_step(model) for model in (stock, patched))
+    one, other = (step_gradients(model, tiny_inputs("llama", 2, 48)) for model in (stock, patched))
     assert error(other, one) <= _ROUNDINGS
     weights = sum(each.weight.nbytes for each in patched.modules() if isinstance(each, nn.Linear))
     saved = _saved(stock) - _saved(patched)
@@ -246,14 +247,9 @@ def test_training_in_float8_saves_as_much_as_training_in_16_bits() -> None:
         stock, config=Float8LinearConfig(emulate=True), module_filter_fn=lambda module, name: "layers" in name
     )
     patched = memopt.patch(copy.deepcopy(stock))
-    one, other = (_step(model) for model in (stock, patched))
+    one, other = (step_gradients(model, tiny_inputs("llama", 2, 48)) for model in (stock, patched))
     assert error(other, one) <= _ROUNDINGS
     assert _saved(stock) - _saved(patched) == _saved(plain) - _saved(memopt.patch(plain))
-
-
-def _step(model: nn.Module) -> dict[str, torch.Tensor]:
-    model(**tiny_inputs("llama", 2, 48)).loss.backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 def _saved(model: nn.Module) -> int:

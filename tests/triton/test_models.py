@@ -21,7 +21,7 @@ from memopt.verification.gradient import compare_gradients
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.batch import placed
 from tests.factories import NAMES, tiny_inputs, tiny_model
-from tests.support.compare import loss_and_gradients
+from tests.support.compare import loss_and_gradients, stock_and_patched
 from tests.support.launches import count_launches
 from tests.triton.conftest import DEVICE
 
@@ -132,10 +132,7 @@ def test_under_autocast_too(name, launches):
 @pytest.mark.parametrize("tool", ["parametrize", "prune"])
 def test_a_bias_that_a_tool_computes_is_not_lost(tool):
     results = []
-    for patched in (False, True):
-        model = tiny_model("bert").to(DEVICE)
-        if patched:
-            memopt.patch(model)
+    for model in stock_and_patched(lambda: tiny_model("bert").to(DEVICE)):
         for layer in model.bert.encoder.layer:
             dense = layer.output.dense
             if tool == "prune":
@@ -149,10 +146,7 @@ def test_a_bias_that_a_tool_computes_is_not_lost(tool):
 
 def test_a_captured_activation_is_in_the_graph():
     results = []
-    for patched in (False, True):
-        model = tiny_model("bert").to(DEVICE)
-        if patched:
-            memopt.patch(model)
+    for model in stock_and_patched(lambda: tiny_model("bert").to(DEVICE)):
         captured = []
         act = model.bert.encoder.layer[0].intermediate.intermediate_act_fn
         act.register_forward_hook(lambda module, args, output, captured=captured: captured.append(output))
@@ -163,10 +157,7 @@ def test_a_captured_activation_is_in_the_graph():
 
 def test_batched_gradients_take_the_references():
     results = []
-    for patched in (False, True):
-        model = tiny_model("bert").to(DEVICE)
-        if patched:
-            memopt.patch(model)
+    for model in stock_and_patched(lambda: tiny_model("bert").to(DEVICE)):
         torch.manual_seed(0)
         x = torch.randn(1, 3, model.config.hidden_size).to(DEVICE).requires_grad_()
         y = model.bert.encoder.layer[0](x)

@@ -10,7 +10,8 @@ import torch
 from memopt.verification.gradient import compare_gradients
 from memopt.walk.aten.precision import precise
 from tests.device.emulator.install import counting
-from tests.device.scenarios import Way, batch, built, every_way, gradients, pairwise, patched, step
+from tests.device.scenarios import Way, batch, built, every_way, pairwise, patched, step
+from tests.support.compare import gradients_of
 
 #: Every two words together; the others are slow.
 FEW = pairwise(list(every_way()))
@@ -32,7 +33,7 @@ def test_a_step_is_as_right_as_stock_and_waits_no_more_for_the_device(way: Way) 
             model.zero_grad()
             with counting() as count:
                 loss = step(way, model, inputs)
-        return loss.item(), gradients(model), count.waits
+        return loss.item(), gradients_of(model), count.waits
 
     stock_loss, stock, stock_waits = measured()
     patched(way, model)
@@ -51,7 +52,7 @@ def truth_of(way: Way, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) 
     wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
     with precise(torch.float64):
         exact(**wide).loss.backward()
-    return gradients(exact)
+    return gradients_of(exact)
 
 
 def test_the_chosen_ways_are_few_and_every_two_words_meet() -> None:

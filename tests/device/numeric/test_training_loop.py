@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 import memopt
 from memopt.verification.gradient import compare_gradients
 from tests.device.emulator.install import counting
-from tests.device.scenarios import Way, batch, built, gradients, patched
+from tests.device.scenarios import Way, batch, built, patched
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of
 
 RATE, ACCUMULATED = 1e-2, 2
 
@@ -53,13 +54,13 @@ def test_a_loop_follows_stocks(way: Way) -> None:
     patched(way, other)
     loss = train(other, data)
     checks = compare_gradients(
-        [on_cpu(other)], [on_cpu(stock)], gradients(exact), way.computed_in, "fp64", stock_loss, loss
+        [on_cpu(other)], [on_cpu(stock)], gradients_of(exact), way.computed_in, "fp64", stock_loss, loss
     )
     assert all(check.status == "pass" for check in checks), checks
 
 
 def on_cpu(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in gradients(model).items()}
+    return {name: tensor.cpu() for name, tensor in gradients_of(model).items()}
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "gpt2"])
@@ -123,6 +124,6 @@ def test_two_devices_give_the_gradients_of_stock_and_a_loss_in_parts(places: dic
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*whole.*")
         loss, found, waits = measured()
-    checks = compare_gradients([found], [stock], gradients(exact), torch.float32, "fp64", stock_loss, loss)
+    checks = compare_gradients([found], [stock], gradients_of(exact), torch.float32, "fp64", stock_loss, loss)
     assert all(check.status == "pass" for check in checks), checks
     assert waits <= stock_waits

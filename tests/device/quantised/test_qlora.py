@@ -14,8 +14,9 @@ from torch import nn
 
 from memopt.verification.gradient import compare_gradients
 from tests.device.emulator.install import counting
-from tests.device.scenarios import CHECKPOINTING, PRECISION, Way, checkpointed, gradients, patched, step
+from tests.device.scenarios import CHECKPOINTING, PRECISION, Way, checkpointed, patched, step
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.compare import gradients_of
 from tests.train.test_quantised import _WIDTH, KINDS, adapted
 
 #: Of both libraries' linears on the device.
@@ -51,7 +52,7 @@ def test_a_step_on_quantised_linears_is_as_right_as_stock(kind: str, way: Way, f
             model.zero_grad()
             with counting() as count:
                 loss = step(way, model, inputs)
-        return loss.item(), gradients(model), count.waits.total()
+        return loss.item(), gradients_of(model), count.waits.total()
 
     stock_loss, stock, stock_waits = measured()
     patched(way, model)
@@ -63,5 +64,5 @@ def test_a_step_on_quantised_linears_is_as_right_as_stock(kind: str, way: Way, f
 def assert_as_right(
     found: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], exact: nn.Module, stock_loss: float, loss: float
 ) -> None:
-    checks = compare_gradients([found], [stock], gradients(exact), torch.bfloat16, "fp32", stock_loss, loss)
+    checks = compare_gradients([found], [stock], gradients_of(exact), torch.bfloat16, "fp32", stock_loss, loss)
     assert all(check.status == "pass" for check in checks), checks
