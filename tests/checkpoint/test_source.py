@@ -168,21 +168,15 @@ def test_a_broken_index_is_refused(tmp_path: Path, content: str) -> None:
         open_source(str(folder))
 
 
-def test_an_index_that_places_a_tensor_in_another_shard_is_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"]["model.embed.weight"] = "model-00002-of-00002.safetensors"
-    path.write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"model\.embed\.weight"):
-        open_source(str(folder))
-
-
-def test_a_tensor_that_the_index_does_not_name_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [{"model.embed.weight": "model-00002-of-00002.safetensors"}, {}])
+def test_a_tensor_that_the_index_places_in_another_shard_or_does_not_name_is_refused(
+    tmp_path: Path, place: dict[str, str]
+) -> None:
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     del index["weight_map"]["model.embed.weight"]
+    index["weight_map"] |= place
     path.write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"model\.embed\.weight"):
         open_source(str(folder))

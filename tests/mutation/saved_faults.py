@@ -179,30 +179,12 @@ def _(site: Site) -> Any:
     return together(*(_holds(site, each, lambda ctx, copy: held.append(copy)) for each in _NORMS))
 
 
-@in_modules(
-    "memory",
-    "a linear saves a copy of its input",
-    "bert",
-    "vit",
-    "llama",
-    "qwen3_moe",
-    levels=_MEMORY,
-    recipe="exact-unfolded",
-)
+@in_modules("memory", "a linear saves a copy of its input", *_READERS, levels=_MEMORY, recipe="exact-unfolded")
 def _(site: Site) -> Any:
     return _saves_too(site, linear.RecomputedInputFunction, lambda x, *_: x.detach().clone())
 
 
-@in_modules(
-    "memory",
-    "a linear saves a copy of its weight",
-    "bert",
-    "vit",
-    "llama",
-    "qwen3_moe",
-    levels=_MEMORY,
-    recipe="exact-unfolded",
-)
+@in_modules("memory", "a linear saves a copy of its weight", *_READERS, levels=_MEMORY, recipe="exact-unfolded")
 def _(site: Site) -> Any:
     return _saves_too(site, linear.RecomputedInputFunction, lambda x, weight, *_: weight.detach().clone())
 

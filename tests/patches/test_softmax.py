@@ -231,24 +231,23 @@ def test_what_cannot_be_recomputed_or_costs_as_much_is_saved_as_before(form: str
     assert after == before
 
 
-def test_a_mask_that_is_changed_later_is_an_error_and_no_wrong_gradient() -> None:
-    mask = ADDED.clone()
-    attention = Attention(lambda _, query, key: F.softmax(torch.matmul(query, key.mT) + mask, -1))
+@pytest.mark.parametrize(
+    ("read", "apply"),
+    [
+        (ADDED, lambda scores, mask: scores + mask),
+        ((PLACES % LENGTH).expand(2, HEADS, -1, -1), lambda scores, index: scores.gather(-1, index)),
+    ],
+    ids=["mask", "index of a gather"],
+)
+def test_a_tensor_that_is_changed_later_is_an_error_and_no_wrong_gradient(
+    read: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    own = read.clone()
+    attention = Attention(lambda _, query, key: F.softmax(apply(torch.matmul(query, key.mT), own), -1))
     patch_functions(attention, softmaxes.RecomputedSoftmaxes())
     with RecomputeScope():
         y = attention(draw(2, HEADS, LENGTH, WIDTH), BIAS)
-    mask.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_the_index_of_a_gather_that_is_changed_later_is_an_error() -> None:
-    places = (PLACES % LENGTH).expand(2, HEADS, -1, -1).clone()
-    attention = Attention(lambda _, query, key: F.softmax(torch.matmul(query, key.mT).gather(-1, places), -1))
-    patch_functions(attention, softmaxes.RecomputedSoftmaxes())
-    with RecomputeScope():
-        y = attention(draw(2, HEADS, LENGTH, WIDTH), BIAS)
-    places.zero_()
+    own.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 

@@ -84,26 +84,22 @@ def test_it_is_decided_anew_at_each_call() -> None:
         assert is_exact(stock, patched) == (not frozen)
 
 
-def test_an_adapter_that_is_added_later_makes_it_exact() -> None:
-    model = built().requires_grad_(False)
-    stock, patched = pair(model)
-    adapters = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+def adapted_later(*targets: str) -> list[nn.Module]:
+    """A frozen model and a patched one, with equal adapters."""
+    adapters = peft.LoraConfig(r=2, target_modules=[*targets], init_lora_weights=False)
     results = []
-    for each in (stock, patched):
+    for each in pair(built().requires_grad_(False)):
         torch.manual_seed(1)
         results.append(peft.get_peft_model(each, adapters))
-    assert is_exact(*results)
+    return results
+
+
+def test_an_adapter_that_is_added_later_makes_it_exact() -> None:
+    assert is_exact(*adapted_later("up", "down"))
 
 
 def test_an_adapter_before_the_activation_alone_leaves_the_code() -> None:
-    model = built().requires_grad_(False)
-    stock, patched = pair(model)
-    adapters = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False)
-    results = []
-    for each in (stock, patched):
-        torch.manual_seed(1)
-        results.append(peft.get_peft_model(each, adapters))
-    assert is_approximate(*results)
+    assert is_approximate(*adapted_later("up"))
 
 
 class TwoReaders(Block):

@@ -65,7 +65,8 @@ def test_a_second_backward_of_a_retained_graph_gives_the_same_gradients():
     assert all_equal(stock, gradients(model, loss, x))
 
 
-def test_the_recomputed_tensor_is_made_once_and_let_go_after_its_last_holder(monkeypatch):
+def silus_made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
+    """The results of `F.silu` from now on."""
     made: list[weakref.ref[Tensor]] = []
     silu = F.silu
 
@@ -74,14 +75,19 @@ def test_the_recomputed_tensor_is_made_once_and_let_go_after_its_last_holder(mon
         made.append(weakref.ref(value))
         return value
 
+    monkeypatch.setattr(F, "silu", counting_silu)
+    return made
+
+
+def test_the_recomputed_tensor_is_made_once_and_let_go_after_its_last_holder(monkeypatch):
     torch.manual_seed(0)
     first, readers = nn.Linear(8, 8), [nn.Linear(8, 8) for _ in range(3)]
     x = torch.randn(4, 8, requires_grad=True)
     with RecomputeScope():
-        h = silu(first(x))
+        h = F.silu(first(x))
         loss = sum(reader(h).square().sum() for reader in readers)
     del h
-    monkeypatch.setattr(F, "silu", counting_silu)
+    made = silus_made(monkeypatch)
     loss.backward(retain_graph=True)
     gc.collect()
     assert len(made) == 1
@@ -108,22 +114,14 @@ def test_an_autocast_region_around_backward_does_not_reach_what_is_recomputed(mo
 
 
 def test_a_partial_backward_does_not_leave_a_recomputed_tensor_behind(monkeypatch):
-    made: list[weakref.ref[Tensor]] = []
-    silu = F.silu
-
-    def counting_silu(z):
-        value = silu(z)
-        made.append(weakref.ref(value))
-        return value
-
     torch.manual_seed(0)
     first, a, b = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
     x = torch.randn(4, 8, requires_grad=True)
     with RecomputeScope():
-        h = silu(first(x))
+        h = F.silu(first(x))
         loss_a, loss_b = a(h).sum(), b(h).sum()
     del h
-    monkeypatch.setattr(F, "silu", counting_silu)
+    made = silus_made(monkeypatch)
     loss_a.backward(retain_graph=True)  # b, the other holder, never asks
     gc.collect()
     assert [ref() for ref in made] == [None]

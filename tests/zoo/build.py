@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +72,19 @@ class Stop(Exception):
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason
+
+
+def completed(row: Row, examine: Callable[[Row], None]) -> Row:
+    """`row`, which `examine` has filled; it may raise a :class:`Stop`."""
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            examine(row)
+        except Stop as stop:
+            row.status, row.reason = stop.status, stop.reason
+    row.seconds = round(time.perf_counter() - started, 2)
+    return row
 
 
 def runnable(row: Row) -> tuple[PreTrainedConfig, PreTrainedModel, Calls]:

@@ -12,8 +12,6 @@ import itertools
 import math
 import random
 import re
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.models.shrink.depth import with_depth
 from memopt.walk.observe import walk_config
 from memopt.walk.sites import NormSite
-from tests.zoo.build import Row, Stop, runnable
+from tests.zoo.build import Row, completed, runnable
 from tests.zoo.peaks import trace_steps
 
 #: Largest relative difference of an output or a gradient in fp64: a single rounding to fp32 (6e-8) would be seen.
@@ -56,16 +54,7 @@ MAX_WEIGHED = 4
 
 def examine(model_type: str, *, memory: bool = True) -> Row:
     """Take one model type through the walk, the plan, the patch and every comparison."""
-    row = Row(model_type)
-    started = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            _examine(row, memory)
-        except Stop as stop:
-            row.status, row.reason = stop.status, stop.reason
-    row.seconds = round(time.perf_counter() - started, 2)
-    return row
+    return completed(Row(model_type), lambda row: _examine(row, memory))
 
 
 def _examine(row: Row, memory: bool) -> None:

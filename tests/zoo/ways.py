@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ from memopt.plan.recipe import load_recipe
 from memopt.walk.calls.inputs import Call, Calls, training_targets
 from memopt.walk.models.config import config_nodes
 from memopt.walk.observe import walk_config
-from tests.zoo.build import Row, Stop, model_types, runnable
+from tests.zoo.build import Row, completed, model_types, runnable
 from tests.zoo.coverage_sums import COVERAGE, Sum, count, runs
 from tests.zoo.examine import compare_modules
 
@@ -50,16 +48,7 @@ def types_least_alike_first() -> list[str]:
 
 def examine_ways(model_type: str) -> Row:
     """Compare steps of one model type. Its row counts the sites of `long-context`."""
-    row = Row(model_type)
-    started = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            _examine(row)
-        except Stop as stop:
-            row.status, row.reason = stop.status, stop.reason
-    row.seconds = round(time.perf_counter() - started, 2)
-    return row
+    return completed(Row(model_type), _examine)
 
 
 def _examine(row: Row) -> None:

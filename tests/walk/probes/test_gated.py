@@ -64,19 +64,6 @@ def test_another_activation_than_the_site_says_is_refused():
     assert with_form(mlp, SEPARATE).form is None
 
 
-def test_a_dropout_on_the_product_is_found_and_named():
-    class Dropping(GatedMLP):
-        def __init__(self):
-            super().__init__()
-            self.drop = nn.Dropout(0.0)
-
-        def forward(self, x):
-            return self.down(self.drop(self.product(x)))
-
-    site = with_form(Dropping(), SEPARATE)
-    assert (site.form, site.between) == ("separate", "drop")
-
-
 def changed(change):
     """A gated MLP whose forward is `change` of the parts."""
 
@@ -85,6 +72,13 @@ def changed(change):
             return change(self, x)
 
     return Changed()
+
+
+def test_a_dropout_on_the_product_is_found_and_named():
+    mlp = changed(lambda m, x: m.down(m.drop(m.product(x))))
+    mlp.drop = nn.Dropout(0.0)
+    site = with_form(mlp, SEPARATE)
+    assert (site.form, site.between) == ("separate", "drop")
 
 
 REFUSED = {
@@ -119,15 +113,9 @@ def test_a_module_with_anything_beside_its_linears_is_refused(what):
 
 
 def test_a_dropout_somewhere_else_than_on_the_product_is_refused():
-    class DroppingInput(GatedMLP):
-        def __init__(self):
-            super().__init__()
-            self.drop = nn.Dropout(0.0)
-
-        def forward(self, x):
-            return self.down(self.product(self.drop(x)))
-
-    assert with_form(DroppingInput(), SEPARATE).form is None
+    mlp = changed(lambda m, x: m.down(m.product(m.drop(x))))
+    mlp.drop = nn.Dropout(0.0)
+    assert with_form(mlp, SEPARATE).form is None
 
 
 def test_the_module_itself_is_not_run_and_not_changed():
