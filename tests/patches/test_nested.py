@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from tests.saved.codable import Model
 
 
 class Layer(nn.Module):
@@ -24,17 +25,6 @@ class Layer(nn.Module):
         h = self.norm(x)
         x = x + self.down(self.act(self.gate(h)) * self.up(h))
         return self.norm(x + self.after(x))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def gradients(model: nn.Module, layout: torch.layout) -> list[Tensor]:
@@ -57,7 +47,7 @@ def gradients(model: nn.Module, layout: torch.layout) -> list[Tensor]:
 )
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 def test_gradients_of_nested_rows_are_those_of_the_stock_model(recipe: str, layout: torch.layout) -> None:
-    stock = Model().double()
+    stock = Model(Layer).double()
     patched = copy.deepcopy(stock)
     memopt.patch(patched, recipe, inputs={"x": torch.randn(2, 4, 8)})
     torch.testing.assert_close(gradients(patched, layout), gradients(stock, layout))

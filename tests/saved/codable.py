@@ -20,9 +20,11 @@ BITS = {"lowmemory-bp": 2, "approx-2bit": 2, "approx-4bit": 4, "approx-8bit": 8}
 class Block(nn.Module):
     """Subclasses use the activation's output otherwise."""
 
+    activation: type[nn.Module] = nn.GELU
+
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.act, self.down = nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
+        self.up, self.act, self.down = nn.Linear(WIDTH, HIDDEN), self.activation(), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Any:
         return x + self.down(self.act(self.up(x)))
@@ -31,6 +33,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, block: type[nn.Module] = Block) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.layers = nn.ModuleList(block() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +60,6 @@ def pair(model: nn.Module, recipe: Any = "approx-2bit", x: Tensor | None = None)
 
 
 def built(block: type[nn.Module] = Block, *, frozen: bool = False) -> nn.Module:
-    torch.manual_seed(0)
     model = Model(block)
     return freeze(model) if frozen else model
 

@@ -16,8 +16,9 @@ from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
 from memopt.kernels.sampled_linear.sampling import rows_kept
 from memopt.patches.sampled_linear.slot import _together
 from memopt.trace.account import account, live_bytes
+from tests.saved.codable import HIDDEN, WIDTH, Block, built
 
-WIDTH, HIDDEN, BATCH, TOKENS = 16, 64, 2, 20
+BATCH, TOKENS = 2, 20
 ROWS = BATCH * TOKENS
 KEPT = rows_kept(ROWS, 0.3)
 FP32 = 4
@@ -25,33 +26,8 @@ FP32 = 4
 PER_ROW = 8
 
 
-class Block(nn.Module):
-    """Subclasses use the activation's output otherwise."""
-
-    activation: type[nn.Module] = nn.GELU
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(WIDTH, HIDDEN), self.activation(), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return x + self.down(self.act(self.up(x)))
-
-
 class ReLUBlock(Block):
     activation = nn.ReLU
-
-
-class Model(nn.Module):
-    def __init__(self, block: type[nn.Module] = Block) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def inputs() -> Tensor:
@@ -59,7 +35,7 @@ def inputs() -> Tensor:
 
 
 def pair(block: type[nn.Module], *changes: str, recipe: str = "sampled") -> tuple[nn.Module, nn.Module]:
-    stock = Model(block)
+    stock = built(block)
     rules = memopt.load_recipe(recipe, changes)
     return stock, memopt.patch(copy.deepcopy(stock), rules, inputs={"x": inputs()})
 

@@ -19,21 +19,8 @@ from memopt.patches.sampled_linear.visits import LinearCall
 from memopt.sampling import remember_gradients
 from memopt.saved.scope import RecomputeScope
 from memopt.trace.account import account
-from tests.saved.test_sampled import (
-    BATCH,
-    HIDDEN,
-    KEPT,
-    PER_ROW,
-    TOKENS,
-    WIDTH,
-    Block,
-    Model,
-    ReLUBlock,
-    estimated,
-    gradients,
-    inputs,
-    pair,
-)
+from tests.saved.codable import HIDDEN, WIDTH, Block, Model
+from tests.saved.test_sampled import BATCH, KEPT, PER_ROW, TOKENS, ReLUBlock, estimated, gradients, inputs, pair
 
 
 def linears() -> tuple[nn.Module, nn.Module]:
