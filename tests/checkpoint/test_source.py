@@ -40,6 +40,11 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint_files(tmp_path / "model", rms_tensors())
 
 
+def refuses(folder: Path, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        open_source(str(folder))
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_reads_back_as_it_was_written(tmp_path: Path, shards: int) -> None:
     tensors = rms_tensors()
@@ -104,8 +109,7 @@ BROKEN = {
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
 def test_a_damaged_file_is_named(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match=r"model\.safetensors' is not a valid safetensors file"):
-        open_source(str(folder))
+    refuses(folder, r"model\.safetensors' is not a valid safetensors file")
 
 
 LAYOUTS = {
@@ -125,29 +129,25 @@ LAYOUTS = {
 @pytest.mark.parametrize(("header", "size"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_offsets_that_do_not_fit_are_refused(folder: Path, header: dict[str, object], size: int) -> None:
     write_raw(folder / "model.safetensors", header, bytes(size))
-    with pytest.raises(ModelError, match=r"model\.safetensors"):
-        open_source(str(folder))
+    refuses(folder, r"model\.safetensors")
 
 
 def test_a_name_that_occurs_twice_is_refused(folder: Path) -> None:
     one = json.dumps(entry(0, 4))
     write_raw(folder / "model.safetensors", f'{{"a": {one}, "a": {one}}}'.encode(), bytes(4))
-    with pytest.raises(ModelError, match="twice"):
-        open_source(str(folder))
+    refuses(folder, "twice")
 
 
 def test_a_truncated_shard_is_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ModelError, match="past the end"):
-        open_source(str(folder))
+    refuses(folder, "past the end")
 
 
 def test_an_index_that_names_a_missing_shard_is_refused_with_its_name(tmp_path: Path) -> None:
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelError, match="model-00002-of-00002"):
-        open_source(str(folder))
+    refuses(folder, "model-00002-of-00002")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,7 @@ def test_an_index_that_names_a_missing_shard_is_refused_with_its_name(tmp_path: 
 def test_a_broken_index_is_refused(tmp_path: Path, content: str) -> None:
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
     (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ModelError, match="not a valid shard index"):
-        open_source(str(folder))
+    refuses(folder, "not a valid shard index")
 
 
 @pytest.mark.parametrize("place", [{"model.embed.weight": "model-00002-of-00002.safetensors"}, {}])
@@ -178,15 +177,13 @@ def test_a_tensor_that_the_index_places_in_another_shard_or_does_not_name_is_ref
     del index["weight_map"]["model.embed.weight"]
     index["weight_map"] |= place
     path.write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"model\.embed\.weight"):
-        open_source(str(folder))
+    refuses(folder, r"model\.embed\.weight")
 
 
 def test_a_pickle_is_refused_with_the_option_that_reads_it(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"x": torch.ones(2)}, folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="--allow-pickle"):
-        open_source(str(folder))
+    refuses(folder, "--allow-pickle")
 
 
 @pytest.mark.parametrize(
@@ -196,8 +193,7 @@ def test_a_pickle_is_refused_with_the_option_that_reads_it(folder: Path) -> None
 def test_a_folder_without_weights_says_what_it_holds(folder: Path, extra: str, words: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / extra).write_text("x")
-    with pytest.raises(ModelError, match=words):
-        open_source(str(folder))
+    refuses(folder, words)
 
 
 def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id() -> None:
@@ -232,15 +228,13 @@ def test_a_missing_or_broken_config_is_named(folder: Path, content: str | None) 
     (folder / "config.json").unlink()
     if content is not None:
         (folder / "config.json").write_text(content)
-    with pytest.raises(ModelError, match=r"config\.json"):
-        open_source(str(folder))
+    refuses(folder, r"config\.json")
 
 
 def test_a_config_that_names_another_weight_file_is_refused(tmp_path: Path) -> None:
     named = {"transformers_weights": "hf.safetensors"}
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), config=named)
-    with pytest.raises(ModelError, match=r"names the weight file 'hf\.safetensors'"):
-        open_source(str(folder))
+    refuses(folder, r"names the weight file 'hf\.safetensors'")
     own = {"transformers_weights": "model.safetensors"}
     assert open_source(str(write_checkpoint_files(tmp_path / "own", rms_tensors(), config=own))).tensors
 
@@ -267,8 +261,7 @@ def test_a_single_file_wins_over_an_index_as_in_transformers(tmp_path: Path) -> 
 
 def test_a_broken_link_is_named(folder: Path) -> None:
     (folder / "vocab.txt").symlink_to("nowhere")
-    with pytest.raises(ModelError, match=r"vocab\.txt"):
-        open_source(str(folder))
+    refuses(folder, r"vocab\.txt")
 
 
 def pipe(path: Path) -> None:
@@ -316,8 +309,7 @@ def test_what_is_no_plain_file_is_refused_and_never_waited_for(
 def test_a_json_file_that_is_too_large_is_refused_unread(folder: Path, name: str, size: int) -> None:
     with (folder / name).open("wb") as file:
         file.truncate(size)
-    with pytest.raises(ModelError, match=rf"{name}' has {size:,} bytes"):
-        open_source(str(folder))
+    refuses(folder, rf"{name}' has {size:,} bytes")
 
 
 def test_more_side_files_than_a_model_has_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,8 +318,7 @@ def test_more_side_files_than_a_model_has_are_refused(folder: Path, monkeypatch:
     (folder / "logs").mkdir()
     for number in range(3):
         (folder / "logs" / f"{number}.txt").touch()
-    with pytest.raises(ModelError, match="more than 3 files beside the weights"):
-        open_source(str(folder))
+    refuses(folder, "more than 3 files beside the weights")
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -336,16 +327,14 @@ def test_more_tensors_than_a_model_has_are_refused(
 ) -> None:
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=shards)
     monkeypatch.setattr(header, "MAX_TENSORS", 8)
-    with pytest.raises(ModelError, match=r"memopt reads at most 8 tensors"):
-        open_source(str(folder))
+    refuses(folder, r"memopt reads at most 8 tensors")
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_headers_that_are_too_large_are_refused(tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=shards)
     monkeypatch.setattr(header, "MAX_JSON_BYTES", 800)
-    with pytest.raises(ModelError, match="800 bytes of headers"):
-        open_source(str(folder))
+    refuses(folder, "800 bytes of headers")
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "\ud800", ""])
@@ -358,8 +347,7 @@ def test_a_name_that_cannot_be_printed_is_refused(folder: Path, name: str) -> No
 
 def test_a_file_with_a_name_that_cannot_be_printed_is_refused(folder: Path) -> None:
     (folder / "a\x1b[2Jb").touch()
-    with pytest.raises(ModelError, match="unprintable"):
-        open_source(str(folder))
+    refuses(folder, "unprintable")
 
 
 DEEP, LONG = "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"

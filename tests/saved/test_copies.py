@@ -80,36 +80,28 @@ def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def test_copies_in_two_layouts_are_two() -> None:
-    a, v, w = leaves = _leaves((6, 5), (6, 3), (6, 3))
-
-    def run() -> Tensor:
-        x = a.t().sigmoid()
-        y, z = x.contiguous(), x.clone()
-        return (y @ v).sum() + (z @ w).sin().sum()
-
-    assert _agrees(run, leaves)
+def _copies_in_two_layouts(a: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    x = a.t().sigmoid()
+    return (x.contiguous() @ v).sum() + (x.clone() @ w).sin().sum()
 
 
-def test_casts_in_two_layouts_are_two() -> None:
-    a, v, w = leaves = _leaves((2, 3, 4, 5), (2, 3, 4, 5), (2, 3, 4, 5))
-
-    def run() -> Tensor:
-        x = F.silu(a)
-        y, z = x.double(), x.to(torch.float64, memory_format=torch.channels_last)
-        return (y * v).sum() + (z * w).sin().sum()
-
-    assert _agrees(run, leaves)
+def _casts_in_two_layouts(a: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    x = F.silu(a)
+    return (x.double() * v).sum() + (x.to(torch.float64, memory_format=torch.channels_last) * w).sin().sum()
 
 
-def test_what_is_cast_and_what_is_not_is_made_once() -> None:
-    a, v, w = leaves = _leaves((6, 5), (6, 5), (6, 5))
+def _a_cast_and_the_tensor_itself(a: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    x = F.gelu(a)
+    return (x * v).sum() + (x.double() * w).sum()
 
-    def run() -> Tensor:
-        x = F.gelu(a)
-        return (x * v).sum() + (x.double() * w).sum()
 
-    assert _agrees(run, leaves)
+@pytest.mark.parametrize(
+    ("read", "shape"),
+    [(_copies_in_two_layouts, (6, 5)), (_casts_in_two_layouts, (2, 3, 4, 5)), (_a_cast_and_the_tensor_itself, (6, 5))],
+)
+def test_two_copies_of_one_tensor_are_two(read: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
+    leaves = _leaves(shape, shape, shape)
+    assert _agrees(lambda: read(*leaves), leaves)
 
 
 @pytest.mark.parametrize("copied", [torch.clone, lambda x: x.t().contiguous().t()])
