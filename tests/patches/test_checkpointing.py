@@ -230,6 +230,35 @@ class _Cached(_Block):
         return super().forward(x) * len(past_key_values or ["none"])
 
 
+class Guarded(nn.Module):
+    """A block whose code catches every error of its operations: it raises another one, or computes the same again."""
+
+    def __init__(self, falls_back: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.falls_back = nn.Linear(8, 16), nn.Linear(16, 8), falls_back
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.down(self.up(x).sigmoid())
+        except Exception as error:
+            if self.falls_back:
+                return self.down(self.up(x).sigmoid())
+            raise ValueError("an operation failed") from error
+
+
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_code_that_catches_all_errors_does_not_catch_the_end_of_the_second_run(falls_back):
+    torch.manual_seed(0)
+    stock = Guarded(falls_back).double()
+    ours = copy.deepcopy(stock)
+    patch_block(ours, None, True, None)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    for block in (stock, ours):
+        block(x).square().sum().backward()
+    for one, other in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_a_cache_that_is_passed_by_position_is_switched_off_too():
     block, written = _Cached().double().train(), []
     patch_block(block, None, True, None)

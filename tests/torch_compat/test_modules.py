@@ -79,6 +79,25 @@ def test_hook_flags_tell_which_hooks_take_keyword_arguments() -> None:
     assert [*map(dict, torch_compat.hook_flags(module))] == [{}, {handle.id: True}]
 
 
+def test_the_end_of_a_second_run_is_no_exception_for_the_function_that_runs() -> None:
+    seen: list[str] = []
+
+    def run(x: Tensor) -> Tensor:
+        with torch_compat.stopping_unseen():
+            try:
+                return x.sin() * 2
+            except Exception as error:
+                seen.append(type(error).__name__)
+                raise
+
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x.detach().cos())
+    assert torch.equal(run(x.detach()), 2 * x.detach().sin())  # outside of checkpointing
+    assert seen == []
+
+
 def test_both_runs_of_a_checkpointed_function_are_one_call() -> None:
     seen: list[Any] = []
 

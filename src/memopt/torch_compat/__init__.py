@@ -95,4 +95,5 @@ from memopt.torch_compat.modules import (
     no_forward_hooks,
     parametrizations_are_cached,
     replicating,
+    stopping_unseen,
 )

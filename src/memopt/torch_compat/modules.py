@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
@@ -176,6 +179,41 @@ def checkpointed_call() -> tuple[Any, bool] | None:
         if isinstance(call, _Call):
             return call, is_second
     return None
+
+
+_Stop: Any = find(
+    "torch.utils.checkpoint._StopRecomputationError",
+    (),
+    "checkpointed blocks whose code catches every error (`except Exception`) fail in backward",
+)
+
+
+class _Stopped(BaseException):
+    """The end of a second run, on its way out of the model's code."""
+
+
+@contextmanager
+def stopping_unseen() -> Iterator[None]:
+    """Checkpointing ends a second run by an exception, which it raises when the last tensor is saved that backward
+    needs. Around the second run of a function: code that catches every `Exception` does not catch this one."""
+    top = top_saved_tensors_hooks(False)
+    if top is None or checkpointing_hook() is not top[0]:
+        yield
+        return
+    pack, unpack = top
+
+    @functools.wraps(pack)
+    def pack_or_stop(tensor: Tensor) -> Any:
+        try:
+            return pack(tensor)
+        except _Stop as stop:
+            raise _Stopped from stop
+
+    try:
+        with saved_tensors_hooks(pack_or_stop, unpack):
+            yield
+    except _Stopped:
+        raise _Stop from None  # a new one: the old one and `_Stopped` would hold each other, and their frames
 
 
 def calls_of_checkpointing() -> int:

@@ -40,7 +40,7 @@ from memopt.patches.swap import Notes, is_watched
 from memopt.patches.unseen import Values
 from memopt.recompute.pure import attributes_of
 from memopt.recompute.versions import changed_in_place, check_version, versions_of
-from memopt.torch_compat import BATCH_NORM_CLASSES, kernels_of_attention
+from memopt.torch_compat import BATCH_NORM_CLASSES, kernels_of_attention, stopping_unseen
 
 #: Number of first calls in which all state of a block is observed; the first call may create some of it.
 _LOOKS = 2
@@ -274,6 +274,7 @@ class RunsTwice:
             self._by_heads,
             nullcontext() if decisions is None else decisions.repeat(),
             nullcontext() if attention is None else attention.repeat(),
+            stopping_unseen(),
         ):
             return function(*args)
 
