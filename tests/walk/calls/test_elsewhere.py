@@ -152,6 +152,25 @@ def test_an_image_has_the_stated_side_and_the_channels_of_its_reader(
     assert _given(model())[name].shape == shape
 
 
+class _InPlaces(nn.Module):
+    """Patches of 4 x 4 pixels, each with a place of its own: an image has the side that gives as many, and no other."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.project, self.places = nn.Linear(4 * 4 * 3, 8), nn.Parameter(torch.randn(1, (side // 4) ** 2, 8))
+
+    def forward(self, img: Tensor) -> Tensor:
+        rows, channels, height, width = img.shape
+        cut = img.reshape(rows, channels, height // 4, 4, width // 4, 4).permute(0, 2, 4, 3, 5, 1)
+        y: Tensor = self.project(cut.reshape(rows, -1, 4 * 4 * channels)) + self.places
+        return y
+
+
+@pytest.mark.parametrize("side", [28, 32, 64, 96, 128, 224, 256, 384, 512])
+def test_an_image_has_a_usual_side_where_none_is_stated(side: int) -> None:
+    assert _given(_InPlaces(side))["img"].shape == (2, 3, side, side)
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_a_norm_tells_a_width_too(norm: type[nn.LayerNorm | nn.RMSNorm], has_weight: bool) -> None:

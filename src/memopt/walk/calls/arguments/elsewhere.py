@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ _FRAMES, _ROWS = 2, 4
 #: Fields and attributes that hold the side of an image, in pixels; further sides that are tried.
 _SIDES = ("img_size", "image_size", "sample_size", "input_size")
 _USUAL_SIDES = (64, 224)
+#: Sides of models of one size that no attribute states, tried after all forms with the sides above.
+_OTHER_SIDES = (32, 256, 384, 128, 96, 512, 28)
 _MOST_REPAIRS = 12
 
 
@@ -177,10 +180,14 @@ def _tensors(it: Foreign) -> Iterator[Kwargs]:
     main = next(iter(it.names), "")
     if not main:
         return
-    for chosen in dict.fromkeys((tuple(it.names), tuple(it.required))):
-        for build in _main_kinds(it.model):
-            for side in _sides(it):
-                yield {main: build(it, side), **_others(it, [name for name in chosen if name != main])}
+    tried = set[tuple[object, ...]]()
+    for sides in (_sides(it), _OTHER_SIDES):
+        for chosen in dict.fromkeys((tuple(it.names), tuple(it.required))):
+            for build, side in product(_main_kinds(it.model), sides):
+                value = build(it, side)
+                if (chosen, value.shape) not in tried:
+                    tried.add((chosen, value.shape))
+                    yield {main: value, **_others(it, [name for name in chosen if name != main])}
 
 
 def _others(it: Foreign, names: list[str]) -> Kwargs:
@@ -220,7 +227,7 @@ def _main_kinds(model: nn.Module) -> Iterator[Callable[[Foreign, int], Tensor]]:
         yield from MAIN[kind]
 
 
-def _sides(it: Foreign) -> list[int]:
+def _sides(it: Foreign) -> Sequence[int]:
     """Sides of an image, the likeliest first."""
     holders: list[Any] = [vars(module) for module in it.model.modules()]
     holders += [it.settings, getattr(it.model, "pretrained_cfg", None) or {}]
