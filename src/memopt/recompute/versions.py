@@ -57,11 +57,15 @@ def check_version(tensor: Tensor, version: int, why: str = "") -> None:
         raise changed_in_place(f"[{tensor.type()} {list(tensor.shape)}]", tensor._version, version, why)
 
 
-def changed_in_place(what: str, version: object, expected: object, why: str = "") -> RuntimeError:
-    """The error for a change of `what`; its text begins as autograd's error does."""
+def changed_in_place(what: str, version: int, expected: int, why: str = "") -> RuntimeError:
+    """The error for a change of `what`, at its expected version if a write left no trace there; its text begins as
+    autograd's error does."""
+    change = f"is at version {version}; expected version {expected} instead"
+    if version == expected:
+        change = f"has other values at the same version {version}, as after a write through .data"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{what} is at version {version}; expected version {expected} instead{why}."
+        f"{what} {change}{why}."
     )
 
 

@@ -367,8 +367,7 @@ def _unseen(block: nn.Module, tensor: Tensor) -> RuntimeError:
     """The error for a tensor whose numbers the forward of `block` changes."""
     named = chain(block.named_parameters(), block.named_buffers())
     name = next((name for name, each in named if each is tensor), "a tensor")
-    version = f"{tensor._version} and has other values"
-    return changed_in_place(f"'{name}' {list(tensor.shape)}", version, tensor._version, _WHY)
+    return changed_in_place(f"'{name}' {list(tensor.shape)}", tensor._version, tensor._version, _WHY)
 
 
 def _is_state(value: Any, name: Any) -> bool:
