@@ -44,6 +44,19 @@ def independent_errors(error: Tensor, limit: int) -> int:
     return min(limit, error.numel(), round(3 * float(squares.sum()) ** 2 / fourth))
 
 
+def independent_in_rank(error: Tensor) -> float:
+    """How many independent terms a matrix of errors can have by its rank: (sum of s^2)^2 / sum of s^4 directions, for
+    its singular values s, each with the independent terms of rows or of columns, whichever are fewer. If all tokens are
+    nearly alike, the error of a weight's gradient is one vector times one row of inputs. Infinite for no matrix."""
+    if error.dim() != 2 or not error.any():
+        return math.inf
+    square = error.double() if error.shape[0] <= error.shape[1] else error.double().t()
+    gram = square @ square.t()
+    directions = float(gram.trace() ** 2 / gram.square().sum())
+    sizes = (error.double().square().sum(dim).sqrt() for dim in (0, 1))
+    return directions * min(independent_errors(each, each.numel()) for each in sizes)
+
+
 def chance_ratio(independent: int, stock_runs: int = 1) -> float:
     """The largest ratio of an RMS error of `independent` terms to that of 1 or 4 stock runs, if both implementations
     are equally accurate; the limit is `SYSTEMATIC` times that."""
