@@ -378,6 +378,15 @@ def test_what_does_not_normalise_its_rows_is_no_norm(module: nn.Module) -> None:
     assert probe_norm(module) is None
 
 
+class DoubledWithGradients(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) * (2 if torch.is_grad_enabled() else 1)
+
+
+def test_what_is_another_function_with_gradients_cannot_run_again() -> None:
+    assert "cannot be run again" in str(probe_norm(DoubledWithGradients()))
+
+
 @pytest.mark.parametrize("module", [nn.Softmax(1), nn.AvgPool2d(1), nn.Softsign(), nn.LocalResponseNorm(2)])
 def test_what_changes_with_the_scale_of_its_input_is_no_norm(module: nn.Module) -> None:
     assert probe_norm(module) is None

@@ -87,7 +87,7 @@ class ActivationPatch(Patch, Checks):
         if site.in_place and not site.replays:
             return LEFT, "it writes into its input, from which it would be recomputed"
         if not site.replays:
-            return LEFT, "random, or different in train mode: it cannot be recomputed"
+            return LEFT, "random, or different in train mode or with gradients: it cannot be recomputed"
         if site.is_module and site.operations > 1 and site.name in plan.sites.overwritten:
             return LEFT, OVERWRITTEN
         if rules.code != OFF and (kept := _code(site, rules, gated)):

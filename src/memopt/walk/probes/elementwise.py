@@ -126,12 +126,15 @@ def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -
 
 
 def replays(copy: Isolated, *inputs: Tensor) -> bool:
-    """Whether a recompute in backward gives the output of the forward. Leaves `copy` in train mode."""
-    y = copy.run(*inputs)
+    """Whether a recompute in backward, with gradients, gives the output of the forward, without. Leaves `copy` in train
+    mode."""
+    y, outputs = copy.run(*inputs), []
     traces = Traces(copy.module.train())
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), RandomDraws() as random:
+    with torch.random.fork_rng(devices=[]), Float64Mode(), RandomDraws() as random:
         given = [tensor.clone() for tensor in inputs]
-        outputs = [copy.module.forward(*given) for _ in range(2)]
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                outputs.append(copy.module.forward(*given))
     unchanged = all(torch.equal(one, other) for one, other in zip(given, inputs, strict=True))
     return unchanged and all(torch.equal(output, y) for output in outputs) and not (random.found or traces.found)
 

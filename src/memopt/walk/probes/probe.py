@@ -278,7 +278,7 @@ def _without_formula(
     if found is None:
         return None
     if not replays(copy, *inputs):
-        return "random or different in train mode: it cannot be run again"
+        return "random, or different in train mode or with gradients: it cannot be run again"
     weight, bias, offset = found
     intermediates = keeps_intermediates(copy, *inputs)
     by_rows = kind in ("gated", "other") and copy.is_by_rows(*inputs)
