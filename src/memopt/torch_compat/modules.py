@@ -195,25 +195,34 @@ class _Stopped(BaseException):
 @contextmanager
 def stopping_unseen() -> Iterator[None]:
     """Checkpointing ends a second run by an exception, which it raises when the last tensor is saved that backward
-    needs. Around the second run of a function: code that catches every `Exception` does not catch this one."""
+    needs. Around the second run of a function: code that catches every `Exception` does not catch this one. Where code
+    catches even it, the run ends at the next tensor that is saved, or where the function ends."""
     top = top_saved_tensors_hooks(False)
     if top is None or checkpointing_hook() is not top[0]:
         yield
         return
     pack, unpack = top
+    is_stopped = False
 
     @functools.wraps(pack)
     def pack_or_stop(tensor: Tensor) -> Any:
+        nonlocal is_stopped
+        if is_stopped:
+            raise _Stopped
         try:
             return pack(tensor)
         except _Stop as stop:
+            is_stopped = True
             raise _Stopped from stop
 
     try:
         with saved_tensors_hooks(pack_or_stop, unpack):
             yield
-    except _Stopped:
-        raise _Stop from None  # a new one: the old one and `_Stopped` would hold each other, and their frames
+    except (_Stopped, Exception):
+        if not is_stopped:
+            raise
+    if is_stopped:
+        raise _Stop  # a new one: the old one and `_Stopped` would hold each other, and their frames
 
 
 def calls_of_checkpointing() -> int:
