@@ -266,6 +266,28 @@ def test_code_that_catches_all_errors_does_not_keep_the_second_run_from_its_end(
     assert_trains_as_stock(Guarded(falls_back, caught))
 
 
+class Forces(nn.Module):
+    """A block that computes a gradient in its forward, between two decisions, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).sigmoid()
+        energy = h.square().sum()
+        largest = h.detach().argmax(-1, keepdim=True)
+        (force,) = torch.autograd.grad(energy, self.up.bias, retain_graph=True)
+        smallest = (-h.detach()).argmax(-1, keepdim=True)
+        return self.down(h) * (largest - 2 * smallest) + force
+
+
+@pytest.mark.parametrize("keeps_attention", [False, True])
+def test_a_block_may_compute_gradients_in_its_forward(keeps_attention):
+    torch.manual_seed(0)
+    assert_trains_as_stock(Forces(), keeps_attention=keeps_attention)
+
+
 def test_a_cache_that_is_passed_by_position_is_switched_off_too():
     block, written = _Cached().double().train(), []
     patch_block(block, None, True, None)

@@ -37,7 +37,10 @@ class Decisions(TorchFunctionMode):
         self._again: Iterator[tuple[Callable[..., Any], list[Any]]] | None = None
         self._largest = max((value.numel() for value in given if _is_float(value)), default=0) // _PART
 
-    def repeat(self) -> Decisions:
+    def repeat(self, *, nothing: bool = False) -> Decisions:
+        """Repeat what is stored, and store no more; with `nothing`, forget it."""
+        if nothing:
+            self.made.clear()
         self._again = iter(self.made)
         return self
 

@@ -74,7 +74,10 @@ class KeptAttention(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def repeat(self) -> KeptAttention:
+    def repeat(self, *, nothing: bool = False) -> KeptAttention:
+        """Return what is kept, and keep no more; with `nothing`, forget it."""
+        if nothing:
+            self._kept.clear()
         self._repeats, self._probabilities = True, {}
         self._calls.clear()
         return self

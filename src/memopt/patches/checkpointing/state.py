@@ -236,6 +236,8 @@ class RunsTwice:
         """Index of a slot -> a copy of its tensor from before the forward changed it."""
         self._lost: list[Tensor] = []
         """Tensors that the forward changed without a change of their version, and of which there is no copy."""
+        self._own: Sequence[Tensor] | None = None
+        """The parameters whose versions the first run changed; None before its end."""
 
     def __call__(self, *args: Any) -> Any:
         if self._held is None:
@@ -264,16 +266,17 @@ class RunsTwice:
     def _second(self, lent: Sequence[tuple[Slot, Any]], function: Callable[..., Any], args: Sequence[Any]) -> Any:
         assert self._held is not None
         decisions, attention = self._decisions, self._attention
+        is_inside = self._own is None  # the forward computes gradients: the first run is not over
         with (
-            self._state.proving(self._own, self._block),
+            self._state.proving(self._own or (), self._block),
             self._held.trained_as_before(),
             hooks_as_before(self._hooked),
             in_states(self._generators, self._random),
             standing([*lent, *self._created]),
             attending_with(self._kernels),
             self._by_heads,
-            nullcontext() if decisions is None else decisions.repeat(),
-            nullcontext() if attention is None else attention.repeat(),
+            nullcontext() if decisions is None else decisions.repeat(nothing=is_inside),
+            nullcontext() if attention is None else attention.repeat(nothing=is_inside),
             stopping_unseen(),
         ):
             return function(*args)
