@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import threading
 import time
 from typing import Any
 
@@ -126,6 +128,13 @@ class TestCloneToMeta:
         clone = clone_to_meta(model)
         assert clone.cache[0].is_meta
         assert clone.cache[1]["mask"].is_meta
+
+    def test_shares_attributes_that_cannot_be_copied(self) -> None:
+        model = nn.Linear(2, 2)
+        model.rotate, model.library, model.lock = staticmethod(torch.neg), math, threading.Lock()  # type: ignore[assignment]
+        clone = clone_to_meta(model)
+        assert (clone.rotate, clone.library, clone.lock) == (model.rotate, math, model.lock)
+        assert clone.weight.is_meta
 
     def test_runs_on_meta_inputs(self) -> None:
         clone = clone_to_meta(twin("bert"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -149,6 +151,9 @@ def clone_to_meta(model: nn.Module) -> nn.Module:
     storages = _meta_storages(filter(_is_strided, tensors))
     # deepcopy looks every object up in the memo first, so a tensor found there is replaced and never copied.
     memo: dict[int, Any] = {id(tensor): _meta_twin(tensor, storages) for tensor in tensors}
+    for value in (value for module in model.modules() for value in vars(module).values()):
+        if isinstance(value, _SHARED):
+            memo[id(value)] = value
     clone = copy.deepcopy(model, memo)
     dtype = next((p.dtype for p in model.parameters() if type(p) is nn.Parameter and p.is_floating_point()), None)
     for name, module in model.named_modules():
@@ -156,6 +161,10 @@ def clone_to_meta(model: nn.Module) -> nn.Module:
             parent, _, child = name.rpartition(".")
             clone.get_submodule(parent)._modules[child] = _QuantisedLinear(module, dtype).train(module.training)
     return clone
+
+
+#: Types of attributes without state of the model, which deepcopy refuses.
+_SHARED = (staticmethod, classmethod, ModuleType, type(threading.Lock()), type(threading.RLock()))
 
 
 class _QuantisedLinear(nn.Linear):
