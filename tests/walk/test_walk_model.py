@@ -171,3 +171,22 @@ def test_a_model_that_imports_autocast_by_name_runs_in_the_walk() -> None:
     assert walk_model(model, {"x": torch.randn(2, 3, 8)}).ran
     with pytest.raises(RuntimeError, match="unsupported"):
         autocast("meta")  # the walk leaves the class as it was
+
+
+class CastToType(nn.Module):
+    """Casts by the name of a type, as axial position embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x) + torch.ones(8).type(x.type()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_casts_by_the_name_of_a_type_runs_in_the_walk(dtype: torch.dtype) -> None:
+    cast = torch.Tensor.type
+    sites = walk_model(CastToType().to(dtype), {"x": torch.randn(2, 5, 8)})
+    assert sites.ran
+    assert torch.Tensor.type is cast

@@ -23,6 +23,11 @@ from memopt.walk.probes.elementwise import probe_activation
 from memopt.walk.probes.probe import NO_AFFINE, NormProbe, probe_norm
 from memopt.walk.sites import FunctionSite
 
+_DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
 
 @dataclass
 class Observed:
@@ -104,7 +109,7 @@ def plain_torch(float64: bool) -> Iterator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with autocast_of_meta(), default_dtype(torch.float64) if float64 else contextlib.nullcontext():
+        with autocast_of_meta(), types_of_meta(), default_dtype(torch.float64) if float64 else contextlib.nullcontext():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
@@ -124,3 +129,15 @@ def autocast_of_meta() -> contextlib.AbstractContextManager[None]:
 
     # Models import the class by its name, so it is changed itself.
     return exchanged([(torch, "is_autocast_enabled", is_enabled_anywhere), (autocast, "__init__", of_cpu_for_meta)])
+
+
+def types_of_meta() -> contextlib.AbstractContextManager[None]:
+    """Inside, ``Tensor.type`` takes the names that it returns for tensors on meta; torch raises for them, and models
+    write ``y.type(x.type())``."""
+    cast = torch.Tensor.type
+    dtypes = {torch.empty(0, dtype=dtype, device="meta").type(): dtype for dtype in _DTYPES}
+
+    def of_meta(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return self.to("meta", dtypes[dtype]) if dtype in dtypes else cast(self, dtype, *args, **kwargs)
+
+    return exchanged([(torch.Tensor, "type", of_meta)])
