@@ -358,6 +358,26 @@ def test_scale_and_shift_may_follow_any_function_with_scalars() -> None:
     assert "normalises nothing" in str(probe_norm(DynamicTanh(saturates=False)))
 
 
+class BufferOfShifts(nn.Module):
+    """A layer norm whose bias is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("beta", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.gamma, self.beta)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_norm_with_a_bias_that_is_a_buffer_is_known(device: str) -> None:
+    module = BufferOfShifts()
+    module.beta += 1
+    probe = probed(module.to(device))
+    assert (probe.kind, probe.weight, probe.bias) == ("other", None, None)
+
+
 class Sign(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sign()

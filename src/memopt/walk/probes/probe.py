@@ -82,8 +82,7 @@ def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
     if len(own) > 2 or len({p.shape for p in own.values()}) != 1:
         return None
     first = next(iter(own.values()))
-    is_vector = sum(size > 1 for size in first.shape) == 1
-    is_one = is_vector or _is_per_head(first)
+    is_one = sum(size > 1 for size in first.shape) == 1 or _is_per_head(first)
     return tuple(own) if is_one and all(p.is_floating_point() for p in own.values()) else None
 
 
@@ -156,7 +155,9 @@ def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | N
         return _other_kind(copy, slots, width)
     found = _affine_structure(copy, slots, x, last=True)
     if found is None:
-        return None if copy.has_scalars else NO_AFFINE
+        adds_more = _standardises(copy, x, shift=0) and _mixes_channels(copy, x)  # such as a buffer
+        other = _without_formula("other", copy, width, _HIDDEN, x) if adds_more else NO_AFFINE
+        return None if copy.has_scalars else other
     weight, bias, offset = found
     if _is_multiple(_without_affine(copy, found, x), x):
         return _SCALES_ONLY
