@@ -231,6 +231,7 @@ def choose_scopes(plan: PlanView, every: Sequence[InScopes]) -> dict[str, ScopeR
         for name in each.compressed if each.compression is not None else ():
             if name and plan.recipe.selects(name):
                 scopes[name] = ScopeRewrite(families.get(name, default), each.compression)
+    scopes = {name: scope for name, scope in scopes.items() if name not in plan.sites.without_hooks}
     look = next((each.look for each in every if each.look is not None), None)
     stacks = {parent(name): name for name in reversed(plan.sites.blocks) if name in scopes}
     scopes |= {name: replace(scopes[name], look=look) for name in stacks.values()}

@@ -220,6 +220,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
         loss_heads=tuple(heads),
         blocks=blocks,
         run_once=tuple(_run_once(observed, blocks)),
+        without_hooks=tuple(mode.without_hooks),
         overwritten=tuple(sorted(mode.overwritten & ({*mode.norms} | {x.name for x in activations if x.is_module}))),
         hidden_size=_hidden_size(config, norms),
         skipped=tuple(skipped.items()),
@@ -231,10 +232,13 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
 
 
 def _run_once(observed: Observed, blocks: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(block, reason) of the `blocks` whose second run would find other arguments, or leave no states in a cache."""
+    """(block, reason) of the `blocks` that cannot run again in backward: the second run would find other arguments, or
+    leave no states in a cache, or checkpointing's hooks are not allowed."""
     read = observed.caches.of(blocks)
     for block in blocks:
-        if block in read:
+        if block in observed.mode.without_hooks:
+            yield block, "it runs a function transform (torch.func), which allows no saved-tensor hooks around it"
+        elif block in read:
             yield block, "its keys and values are read from a cache later, where it would leave none"
         elif block in observed.mode.overwritten:
             yield block, "an argument of it is changed in place, which a second run would find changed"

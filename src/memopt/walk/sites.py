@@ -306,6 +306,8 @@ class Sites:
     """Names of the repeated blocks, in order of execution."""
     run_once: tuple[tuple[str, str], ...] = ()
     """(block, reason) of blocks whose forward may not run again in backward."""
+    without_hooks: tuple[str, ...] = ()
+    """Names of the modules whose forward runs code that allows no saved-tensor hooks (`torch.func.grad`)."""
     overwritten: tuple[str, ...] = ()
     """Names of the norms and activations of which a training forward changed an argument in place afterwards."""
     hidden_size: int = 0

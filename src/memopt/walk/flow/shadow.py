@@ -9,13 +9,16 @@ and every use of every parameter. It runs on meta tensors (structure of the real
 from __future__ import annotations
 
 import contextlib
+import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 
 from memopt.recompute.pure import attributes_of
 from memopt.recompute.versions import versions_of
@@ -29,8 +32,11 @@ from memopt.walk.calls.inputs import Call
 from memopt.walk.calls.outputs import auxiliary_fields, output_tensors, watched_reads
 from memopt.walk.flow.origins import Labels
 from memopt.walk.flow.records import NormRecord, Use
+from memopt.walk.models.plain import exchanged
 from memopt.walk.probes.probe import NormProbe
 from memopt.walk.sites import Reach
+
+_disable_hooks = graph.disable_saved_tensors_hooks
 
 
 class ShadowMode(TorchDispatchMode):
@@ -49,6 +55,8 @@ class ShadowMode(TorchDispatchMode):
         self._shadows: dict[int, tuple[Tensor, Shadow]] = {}
         self.overwritten: set[str] = set()
         """Modules of which an argument is changed in place, by themselves or later, in train mode."""
+        self.without_hooks: dict[str, None] = {}
+        """Modules in whose forward code ran that allows no saved-tensor hooks, such as `torch.func.grad`."""
         self._stack: list[str] = []
         self._given: list[tuple[str, list[Tensor], list[int]]] = []
         """Modules that ran in train mode, the tensors in their arguments, and the versions of these at that time."""
@@ -116,7 +124,22 @@ class ShadowMode(TorchDispatchMode):
                     hooks.enter_context(module.register_forward_hook(partial(self._activated, name)))
                 hooks.enter_context(module.register_forward_hook(partial(self._leave, name)))
             hooks.enter_context(watched_reads(self._python_read))
+            hooks.enter_context(exchanged([(graph, "disable_saved_tensors_hooks", self._disable_hooks)]))
             yield
+
+    def _disable_hooks(self, message: str) -> contextlib.AbstractContextManager[None]:
+        if self._call is not None:
+            self.without_hooks |= dict.fromkeys([*self._stack, *self._called_by_forward()])
+        return _disable_hooks(message)
+
+    def _called_by_forward(self) -> Iterator[str]:
+        """Names of the modules whose methods run: code may call a module's `forward`, which starts no hook."""
+        names = {id(module): name for name, module in self._modules.items()}
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if (owner := id(frame.f_locals.get("self"))) in names:
+                yield names[owner]
+            frame = frame.f_back
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._call is None:
