@@ -102,8 +102,7 @@ def patch_checkpoint(
         out: the folder to write; by default NAME-memopt in the current folder.
         recipe: name of a shipped recipe, a YAML file, or a Recipe.
         overrides: keys of the recipe to change, as ``key=value``.
-        inputs: keyword arguments for one forward on the CPU, or a file that holds them (`torch.save` or safetensors),
-            for models whose inputs cannot be guessed.
+        inputs: keyword arguments of a forward, or a file of them (`torch.save`, safetensors), if none can be guessed.
         revision: branch, tag or commit; hub ids only.
         trust_remote_code: run the Python files that come with the model.
         allow_pickle: read ``pytorch_model*.bin`` (with ``weights_only=True``) where there is no safetensors file.
@@ -218,7 +217,8 @@ def report(
         lora_rank: rank of the adapters.
         lora_targets: linears that get an adapter: ``all-linear``, or ends of module names.
         lora_dtype: ``fp32``, as PEFT makes adapters, or ``base``, the dtype of the base weights.
-        lora_dropout, use_dora: probability of the adapters' dropouts; whether they are DoRA's, as PEFT's argument says.
+        lora_dropout: probability of the adapters' dropouts.
+        use_dora: whether the adapters are DoRA's, as PEFT's argument of this name.
         modules_to_save: modules that are trained in full beside the adapters, as PEFT's argument of this name.
         freeze: names of modules and parameters, with wildcards, that full tuning does not train: ``layers.[0-7]``.
         checkpointing: activation checkpointing of every block, or none.
