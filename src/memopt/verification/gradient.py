@@ -173,7 +173,7 @@ def compare_gradients(
         found[name] = error / bound if bound else 0.0 if error == 0 else float("inf")
         independent = independent_errors(errors[name][0], bottleneck)
         limits[name] = SYSTEMATIC * chance_ratio(independent, len(stock))
-        if found[name] > limits[name]:  # products of large matrices: not for those that pass
+        if len(stock) > 1 and found[name] > limits[name]:  # products of large matrices, where they decide
             independent = int(min(independent, independent_in_rank(errors[name][0])))
             limits[name] = SYSTEMATIC * chance_ratio(independent, len(stock))
     median = statistics.median(found.values())

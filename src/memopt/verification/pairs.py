@@ -40,8 +40,6 @@ class Pair:
     probes: Probes
     wide: torch.dtype
     """The dtype of the truth."""
-    swapped: list[tuple[str, nn.Module]]
-    """The patched modules."""
     dtypes: dict[str, torch.dtype | None]
     """Parameter or buffer -> fp32 if the model keeps it in fp32, None if it has the model's dtype."""
     blocks: tuple[str, ...]
@@ -49,6 +47,12 @@ class Pair:
     """The blocks and words that were left out, in words."""
     not_run: dict[str, str] = field(default_factory=dict)
     """Situation -> why stock modules did not run in it."""
+
+    @property
+    def swapped(self) -> list[tuple[str, nn.Module]]:
+        """The patched modules by name; a block patches linears in its first forward."""
+        modules = self.patched.named_modules()
+        return [(name.removeprefix(_PREFIX), module) for name, module in modules if is_swapped(module)]
 
     def with_stock(self, patched: int | None) -> AbstractContextManager[None]:
         """Inside, only the first `patched` of the patched modules run patched code; with None, all of them do."""
@@ -118,9 +122,8 @@ def _pair_of(model: nn.Module, probes: Probes) -> Pair | None:
     for name, each in stock.named_parameters():
         each.requires_grad_(each.requires_grad and name in trained)  # not a weight that a fold made constant
     modules = dict(model.named_modules())
-    swapped = [(name, module) for name, module in modules.items() if is_swapped(module)]
     here = tuple(name for name in blocks if name in modules)
-    return Pair(model, stock, probes, reference.dtype, swapped, own, here, left_out)
+    return Pair(model, stock, probes, reference.dtype, own, here, left_out)
 
 
 def _own_dtypes(model: nn.Module, stored: torch.dtype) -> dict[str, torch.dtype | None]:
