@@ -190,3 +190,32 @@ def test_a_model_that_casts_by_the_name_of_a_type_runs_in_the_walk(dtype: torch.
     sites = walk_model(CastToType().to(dtype), {"x": torch.randn(2, 5, 8)})
     assert sites.ran
     assert torch.Tensor.type is cast
+
+
+class OfParts(nn.Sequential):
+    """A block with two methods."""
+
+    def parallel(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parallel(x)
+
+
+class CallsMethods(Plain):
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+        self.blocks = nn.ModuleList(OfParts(*block) for block in self.blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = getattr(block, self.method)(x)
+        return x
+
+
+@pytest.mark.parametrize(("method", "reasons"), [("parallel", 2), ("forward", 0), ("__call__", 0)])
+def test_blocks_that_run_by_another_method_are_not_checkpointed(method: str, reasons: int) -> None:
+    sites = walk_model(CallsMethods(method), {"x": torch.randn(2, 3, 8)})
+    assert len(sites.blocks) == 2
+    assert sum("another method" in reason for _, reason in sites.run_once) == reasons

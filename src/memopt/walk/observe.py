@@ -233,13 +233,15 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, att
 
 def _run_once(observed: Observed, blocks: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(block, reason) of the `blocks` that cannot run again in backward: the second run would find other arguments, or
-    leave no states in a cache, or checkpointing's hooks are not allowed."""
+    leave no states in a cache, or checkpointing's hooks are not allowed, or their forward is not called."""
     read = observed.caches.of(blocks)
     for block in blocks:
         if block in observed.mode.without_hooks:
             yield block, "it runs a function transform (torch.func), which allows no saved-tensor hooks around it"
         elif block in read:
             yield block, "its keys and values are read from a cache later, where it would leave none"
+        elif block in observed.mode.by_methods and block not in observed.mode.visited:
+            yield block, "the model's code calls another method of it, and not its forward"
         elif block in observed.mode.overwritten:
             yield block, "an argument of it is changed in place, which a second run would find changed"
 

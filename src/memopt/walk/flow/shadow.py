@@ -9,11 +9,9 @@ and every use of every parameter. It runs on meta tensors (structure of the real
 from __future__ import annotations
 
 import contextlib
-import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from memopt.walk.aten.precision import widen
 from memopt.walk.aten.rules import OpCall, Shadow, compact, propagate, tensors_in
 from memopt.walk.calls.inputs import Call
 from memopt.walk.calls.outputs import auxiliary_fields, output_tensors, watched_reads
+from memopt.walk.flow.frames import hidden_around, running
 from memopt.walk.flow.origins import Labels
 from memopt.walk.flow.records import NormRecord, Use
 from memopt.walk.models.plain import exchanged
@@ -57,6 +56,8 @@ class ShadowMode(TorchDispatchMode):
         """Modules of which an argument is changed in place, by themselves or later, in train mode."""
         self.without_hooks: dict[str, None] = {}
         """Modules in whose forward code ran that allows no saved-tensor hooks, such as `torch.func.grad`."""
+        self.by_methods: dict[str, None] = {}
+        """Modules of which a method ran from outside of their forward."""
         self._stack: list[str] = []
         self._given: list[tuple[str, list[Tensor], list[int]]] = []
         """Modules that ran in train mode, the tensors in their arguments, and the versions of these at that time."""
@@ -129,21 +130,14 @@ class ShadowMode(TorchDispatchMode):
 
     def _disable_hooks(self, message: str) -> contextlib.AbstractContextManager[None]:
         if self._call is not None:
-            self.without_hooks |= dict.fromkeys([*self._stack, *self._called_by_forward()])
+            self.without_hooks |= dict.fromkeys([*self._stack, *dict(running(self._modules))])
         return _disable_hooks(message)
-
-    def _called_by_forward(self) -> Iterator[str]:
-        """Names of the modules whose methods run: code may call a module's `forward`, which starts no hook."""
-        names = {id(module): name for name, module in self._modules.items()}
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if (owner := id(frame.f_locals.get("self"))) in names:
-                yield names[owner]
-            frame = frame.f_back
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._call is None:
             return  # a trial call, which is not observed
+        for other, by_forward in running(hidden_around(name, self._modules, self._stack)):
+            (self.visited if by_forward else self.by_methods).setdefault(other)
         self._stack.append(name)
         if module.training:
             given = list(tensors_in((args, kwargs, *map(attributes_of, (*args, *kwargs.values())))))
