@@ -37,7 +37,7 @@ _MAX_PER_HEAD = 1 << 16
 _SCALES_ONLY = "it scales and shifts its input and normalises nothing"
 _MORE = "it has other gradients than its values, depends on lengths or the mode, or keeps something on itself"
 #: Why a module with parameters of its own is no norm.
-NO_AFFINE = "it has its own parameters, which are not a scale and shift of a normalised input"
+NO_AFFINE = "it is no norm: its own parameters are not a scale and shift of a normalised input"
 
 
 #: (weight, bias, offset)
