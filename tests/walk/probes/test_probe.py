@@ -416,6 +416,24 @@ def test_a_norm_that_cannot_be_run_again_is_left() -> None:
     assert "cannot be run again" in str(probe_norm(NoisyGroupNorm(3, WIDTH)))
 
 
+class RefusesTheSecondCall(nn.Module):
+    """Raises an error in some calls, as random transforms of torchvision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            raise TypeError("no image")
+        return x.tanh()
+
+
+def test_a_module_that_refuses_its_input_in_some_calls_is_no_activation() -> None:
+    assert probe_activation(RefusesTheSecondCall()) is None
+
+
 class ScaledTanh(nn.Module):
     """An activation with a scalar of its own."""
 

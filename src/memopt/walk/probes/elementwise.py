@@ -81,6 +81,13 @@ def _probe_behind(module: nn.Module, linear: str) -> ActivationSite | None:
 
 
 def _probe(module: nn.Module) -> ActivationSite | None:
+    try:
+        return _probe_alone(module)
+    except Exception:  # a random transform may refuse its input in one call and not in another
+        return None
+
+
+def _probe_alone(module: nn.Module) -> ActivationSite | None:
     copy = isolate(module)
     if copy is None:
         return None
