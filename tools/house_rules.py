@@ -16,7 +16,7 @@ from pathlib import Path
 import tomllib
 
 #: Lines of src/memopt, all files together. It goes down when something is merged, and up with a new method or proof.
-LINE_CAP = 56_908
+LINE_CAP = 56_912
 #: A file fits one sitting.
 FILE_CAP = 400
 #: Names of PyTorch that may change without notice, as attributes of `torch`, of autograd nodes or of modules.

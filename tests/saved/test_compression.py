@@ -210,7 +210,7 @@ def _with_a_held_view(w: Tensor, held: list[Tensor]) -> Tensor:
 
 _FROZEN, _TRAINED = nn.Parameter(leaf(seed=1).detach(), requires_grad=False), nn.Parameter(leaf(seed=2).detach())
 _TABLE, _INDEX = leaf(seed=3).detach(), torch.arange(TOKENS).unsqueeze(1).expand(TOKENS, WIDTH).clone()
-#: What a block saves -> the block, a function of a leaf and of a list that outlives it.
+#: The saved tensors in words -> the block, a function of a leaf and of a list that outlives it.
 LEFT: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
     "a frozen parameter": lambda w, held: (w * 1) * _FROZEN,
     "a trained parameter": lambda w, held: (w * 1) * _TRAINED,

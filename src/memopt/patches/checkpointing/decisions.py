@@ -37,12 +37,13 @@ class Decisions(TorchFunctionMode):
         self._again: Iterator[tuple[Callable[..., Any], list[Any]]] | None = None
         self._largest = max((value.numel() for value in given if _is_float(value)), default=0) // _PART
 
-    def repeat(self, *, nothing: bool = False) -> Decisions:
-        """Repeat what is stored, and store no more; with `nothing`, forget it."""
-        if nothing:
-            self.made.clear()
+    def repeat(self) -> Decisions:
         self._again = iter(self.made)
         return self
+
+    def forget(self) -> None:
+        """Drop the decisions that are stored so far."""
+        self.made.clear()
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

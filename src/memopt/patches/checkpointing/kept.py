@@ -74,13 +74,14 @@ class KeptAttention(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def repeat(self, *, nothing: bool = False) -> KeptAttention:
-        """Return what is kept, and keep no more; with `nothing`, forget it."""
-        if nothing:
-            self._kept.clear()
+    def repeat(self) -> KeptAttention:
         self._repeats, self._probabilities = True, {}
         self._calls.clear()
         return self
+
+    def forget(self) -> None:
+        """Drop the outputs that are kept so far."""
+        self._kept.clear()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]

@@ -266,7 +266,9 @@ class RunsTwice:
     def _second(self, lent: Sequence[tuple[Slot, Any]], function: Callable[..., Any], args: Sequence[Any]) -> Any:
         assert self._held is not None
         decisions, attention = self._decisions, self._attention
-        is_inside = self._own is None  # the forward computes gradients: the first run is not over
+        if self._own is None:  # the forward computes gradients: the first run is not over
+            for stored in (each for each in (decisions, attention) if each is not None):
+                stored.forget()
         with (
             self._state.proving(self._own or (), self._block),
             self._held.trained_as_before(),
@@ -275,8 +277,8 @@ class RunsTwice:
             standing([*lent, *self._created]),
             attending_with(self._kernels),
             self._by_heads,
-            nullcontext() if decisions is None else decisions.repeat(nothing=is_inside),
-            nullcontext() if attention is None else attention.repeat(nothing=is_inside),
+            nullcontext() if decisions is None else decisions.repeat(),
+            nullcontext() if attention is None else attention.repeat(),
             stopping_unseen(),
         ):
             return function(*args)

@@ -136,7 +136,7 @@ def _probe_plain(copy: Isolated) -> NormProbe | str | None:
                     return _without_formula("channels", copy, 0, _HIDDEN, x)
         with contextlib.suppress(*_FAILURES):
             x = _tokens(width)
-            if copy.tries(x) == x.shape and _standardises(copy, x, shift=0) and _mixes_channels(copy, x):
+            if copy.tries(x) == x.shape and _normalises_rows(copy, x):
                 return _without_formula("other", copy, 0, _HIDDEN, x)
     return None
 
@@ -155,9 +155,9 @@ def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | N
         return _other_kind(copy, slots, width)
     found = _affine_structure(copy, slots, x, last=True)
     if found is None:
-        adds_more = _standardises(copy, x, shift=0) and _mixes_channels(copy, x)  # such as a buffer
-        other = _without_formula("other", copy, width, _HIDDEN, x) if adds_more else NO_AFFINE
-        return None if copy.has_scalars else other
+        if copy.has_scalars:
+            return None
+        return _without_formula("other", copy, width, _HIDDEN, x) if _normalises_rows(copy, x) else NO_AFFINE
     weight, bias, offset = found
     if _is_multiple(_without_affine(copy, found, x), x):
         return _SCALES_ONLY
@@ -257,11 +257,11 @@ def _standardises(copy: Isolated, x: Tensor, shift: int = 1) -> bool:
     return not torch.allclose(copy.run(-x), copy.run(x), rtol=_AGREES)
 
 
-def _mixes_channels(copy: Isolated, x: Tensor) -> bool:
-    """Whether an element of the output depends on other channels of its row, unlike that of a sign."""
-    moved = x.clone()
-    moved[..., 0] += 1
-    return not torch.allclose(copy.run(moved)[..., 1:], copy.run(x)[..., 1:], rtol=_AGREES)
+def _normalises_rows(copy: Isolated, x: Tensor) -> bool:
+    """Whether the output ignores the scale of its input, and depends on other channels, unlike a sign."""
+    moved = torch.cat([x[..., :1] + 1, x[..., 1:]], -1)
+    depends = not torch.allclose(copy.run(moved)[..., 1:], copy.run(x)[..., 1:], rtol=_AGREES)
+    return depends and _standardises(copy, x, shift=0)
 
 
 def _gated(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
@@ -289,7 +289,7 @@ def _without_formula(
 def _fit(copy: Isolated, found: _Affine | None, width: int) -> tuple[NormKind, float | None] | None:
     """(family, eps) that reproduce the module to 1e-9 at inputs of size 1, sqrt(eps), `_TINY` and `_LARGE`."""
     x, normalise = _tokens(width), functools.partial(_without_affine, copy, found)
-    if normalise(x).shape != x.shape:
+    if copy.has_scalars or normalise(x).shape != x.shape:  # a scalar may be an eps that is trained
         return None
     for kind in _FORMULAS:
         eps = _measure_eps(normalise, x, kind)
